@@ -29,7 +29,7 @@ from dsgpt.config.recipe_blocks import (
 from dsgpt.model.config import PRESETS, GPT2Config
 from dsgpt.planner.formulas import largest_model_state, most_sent_bytes
 from dsgpt.planner.pytorch_formulas import ModelState
-from dsgpt.planner.setup import Setup, gathers_of, model_parameters, total
+from dsgpt.planner.setup import Setup, model_parameters, total
 from dsgpt.strategies.deepspeed.setup import engine_config
 
 FOLDER = REPOSITORY / "ds_configs"
@@ -186,7 +186,7 @@ def test_default_limits_would_keep_all_of_gpt2_large_whole():
     limits = ("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size")
     plain = recipe_from(merged(shipped.recipe.raw, {"zero_optimization": dict.fromkeys(limits)}), FOLDER)
     for setup, times in ((replace(shipped, recipe=plain), 1), (shipped, 2)):
-        assert total(gathers_of(setup).all) == pytest.approx(times * total(model_parameters(model)), rel=0.1)
+        assert total(setup.gathers.all) == pytest.approx(times * total(model_parameters(model)), rel=0.1)
 
 
 def example(
@@ -253,7 +253,7 @@ def test_the_models_of_the_commands_follow_the_formulas():
         setups = [example(**how, model=model, ranks=2, precision=precision) for how in STAGES.values()]
         assert row == [precision, *(f"{largest_model_state(setup).total / 1e6:,.1f}" for setup in setups)]
     setup = example("zero3.json", model=model, ranks=2)
-    assert {part.name for part in gathers_of(setup).all} == {"wte.weight"}
+    assert {part.name for part in setup.gathers.all} == {"wte.weight"}
 
 
 def test_the_page_gives_the_gradients_that_are_freed_before_the_step():

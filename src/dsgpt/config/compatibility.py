@@ -243,8 +243,7 @@ def _check_nvme(request: RunRequest, problems: Problems) -> None:
         cure = f"install the toolkit and set CUDA_HOME to its folder, {way_out}"
         problems.add(f"{compiles}, which on GPUs needs the CUDA toolkit, and finds no nvcc: {cure}")
     for base in dict.fromkeys(nvme_paths(request.recipe, request.run_dir).values()):
-        place = next(folder for folder in (base, *base.absolute().parents) if folder.is_dir())
-        if trouble := direct_io_problem(place):
+        if trouble := direct_io_problem(next(folder for folder in (base, *base.absolute().parents) if folder.is_dir())):
             problems.add(f"{path}: nvme_path {base}: {trouble}; name a folder on a local drive, {way_out}")
     size, zero, ranks = 0, request.recipe.zero_optimization, request.topology.world_size
     if request.model:  # at least, for the buffers through which a rank swaps it (``swap_tensor/utils.py``)

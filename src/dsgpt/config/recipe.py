@@ -112,9 +112,8 @@ def read_recipe(path: Path, problems: Problems) -> Recipe | None:
 
 def recipe_from(raw: dict[str, Any], path: Path) -> Recipe:
     """The recipe that ``raw``, which this program made, would be in the file ``path``."""
-    data = recipe_text(raw).encode()
     settings = _SETTINGS.validate_python(raw, context=IN_A_FILE)
-    return Recipe(path=path, sha256=hashlib.sha256(data).hexdigest(), raw=raw, **vars(settings))
+    return Recipe(path=path, sha256=hashlib.sha256(recipe_text(raw).encode()).hexdigest(), raw=raw, **vars(settings))
 
 
 def recipe_text(raw: dict[str, Any]) -> str:

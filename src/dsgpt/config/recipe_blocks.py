@@ -623,8 +623,7 @@ class RecipeSettings(Block):
             return run_type
         sizes = sorted(asdict(self.parallel_of(run_type)).items())
         place = ["nvme"] if self.nvme_blocks else ["offload"] if self.offloads else []
-        names = [f"{name}{size}" for name, size in sizes if size > 1]
-        return "-".join([*names, f"zero{self.zero_stage}", *place])
+        return "-".join([*[f"{name}{size}" for name, size in sizes if size > 1], f"zero{self.zero_stage}", *place])
 
     @property
     def zero_stage(self) -> int:

@@ -161,14 +161,12 @@ def elementwise_bytes_per_sec(clock: Clock, precision: str) -> float:
         for each in (x, inner, weight, bias):
             each.grad = None
 
-    stream = x.element_size() * rows * width
-    return (2 + 3 + 8 + 5 + 3 + 12) * stream / clock.seconds(block)
+    return (2 + 3 + 8 + 5 + 3 + 12) * (x.element_size() * rows * width) / clock.seconds(block)
 
 
 def logits_per_sec(clock: Clock, precision: str) -> float:
     """The softmax of logits and its gradient, in the steps of ``dsgpt.model.linear_cross_entropy``."""
-    on_cpu = clock.device.type == "cpu"
-    rows = max(1, CACHED // VOCABULARY) if on_cpu else TOKENS["cuda"] // 4
+    rows = max(1, CACHED // VOCABULARY) if clock.device.type == "cpu" else TOKENS["cuda"] // 4
     logits = _random(clock, precision, rows, VOCABULARY)
     target = torch.zeros(rows, 1, dtype=torch.long, device=clock.device)
     weights = torch.full((rows, 1), 1.0, device=clock.device)
@@ -226,17 +224,15 @@ def kernel_sec(clock: Clock) -> float:
 
 def host_link_bytes_per_sec(clock: Clock) -> float:
     """A copy from the device to pinned memory of its host; on a CPU, within memory."""
-    on_gpu = clock.device.type == "cuda"
     source = torch.ones(ELEMENTS[clock.device.type] // 4, device=clock.device)
-    target = torch.empty(source.shape, pin_memory=on_gpu)
+    target = torch.empty(source.shape, pin_memory=clock.device.type == "cuda")
     return source.element_size() * source.numel() / clock.seconds(lambda: target.copy_(source))
 
 
 def bus_bytes_per_sec(clock: Clock, operation: str, precision: str) -> float:
     """Bytes that a rank of a ring sends (NCCL's bus bandwidth), by ``dsgpt.machine.topology``."""
     size = SENT_BYTES[clock.device.type]
-    seconds = _sending_sec(clock, operation, precision, size)
-    return ring_factor(operation, dist.get_world_size()) * size / seconds
+    return ring_factor(operation, dist.get_world_size()) * size / _sending_sec(clock, operation, precision, size)
 
 
 def message_sec(clock: Clock, operation: str, size: int) -> float:

@@ -24,17 +24,7 @@ from dsgpt.planner.pytorch_formulas import (
     Traffic,
     embedding_bytes,
 )
-from dsgpt.planner.setup import (
-    EMBEDDING,
-    FULL,
-    FlatGroup,
-    Gathers,
-    ParameterSize,
-    gathers_of,
-    optimizer_groups,
-    persistent,
-    total,
-)
+from dsgpt.planner.setup import EMBEDDING, FULL, FlatGroup, ParameterSize, optimizer_groups, persistent, total
 
 _AT_ONCE = 500_000_000
 """Elements that DeepSpeed's engine reduces per call where ZeRO does not reduce (``MEMORY_OPT_ALLREDUCE_SIZE``)."""
@@ -135,16 +125,8 @@ class DeepSpeed(Planned):
         tensor = partial(self._streams, axis="tensor", ranks=sizes.tensor, calls=sum(sums))
         yield tensor("all_reduce", count=sum(sums), width=setup.low, passes=sums)
         if setup.computes_loss(rank):
-            micro_batches = setup.gradient_accumulation_steps
-            yield Traffic(
-                what="activations",
-                operation="all_gather",
-                group_size=sizes.tensor,
-                payload_bytes=_LOSS_FIGURES * setup.tokens * sizes.tensor * micro_batches,
-                axis="tensor",
-                calls=micro_batches,
-                passes=(1, 0),
-            )
+            in_streams = _LOSS_FIGURES * sizes.tensor / (setup.low * setup.model.n_embd)
+            yield tensor("all_gather", count=in_streams, calls=1, passes=(1, 0))
         sequence = partial(self._streams, axis="sequence", ranks=sizes.sequence, calls=exchanges)
         yield sequence("all_to_all", count=exchanges, passes=(1, 1 + again))
         pipeline = partial(self._streams, axis="pipeline", ranks=2, calls=2)
@@ -326,8 +308,7 @@ class Zero0(DeepSpeed):
         """
         low = self.setup.low
         rounded = low + FULL if self.setup.gradient_accumulation_steps > 1 else 0
-        mixed = 0 if self.setup.precision == "fp32" else rounded + low + FULL
-        return 4 * low + self.divided_in_fp32() + mixed
+        return 4 * low + self.divided_in_fp32() + (0 if self.setup.precision == "fp32" else rounded + low + FULL)
 
 
 class Flat(DeepSpeed):
@@ -615,8 +596,7 @@ class Zero2(Flat):
     def copied_around_reductions(self) -> float:
         """Bytes per element: 4w to the bucket and to a flat copy; (w + 8)/n to add the rank's part to its sum."""
         low = self.setup.low
-        each = 4 * low + (low + 2 * FULL) / self.setup.zero_ranks
-        return self.reductions * each + self.divided_in_fp32()
+        return self.reductions * (4 * low + (low + 2 * FULL) / self.setup.zero_ranks) + self.divided_in_fp32()
 
 
 _OPERATIONS_PER_PASS = 100
@@ -655,11 +635,6 @@ class Zero3(DeepSpeed):
         """Parameters that every rank holds whole, besides its pieces."""
         return persistent(self.setup.recipe.zero_optimization, self.setup.parameters(rank))
 
-    @property
-    def gathered(self) -> Gathers:
-        """Parameters that a micro batch gathers, pass by pass."""
-        return gathers_of(self.setup)
-
     def stepped_elements(self, rank: int) -> int:
         """Number of elements of the rank's pieces."""
         return self.pieces(self.setup.parameters(rank))
@@ -675,10 +650,9 @@ class Zero3(DeepSpeed):
         setup, ranks = self.setup, self.setup.zero_ranks
         own, sub_groups = self.stepped_elements(rank), self.sub_groups(rank)
         whole = ranks * self.pieces(self.persistent(rank)) if ranks > 1 else 0  # one rank's pieces are the parameters
-        second = own if self.steps_on_host else max(sub_groups)
         sizes = {
             "parameters": setup.low * (own + whole),
-            "gradients": FULL * (own + second),
+            "gradients": FULL * (own + (own if self.steps_on_host else max(sub_groups))),
             "optimizer": self.optimizer_state(own, tensors=len(sub_groups)),
             "master": FULL * own,
         }
@@ -700,7 +674,7 @@ class Zero3(DeepSpeed):
         in the order of the ranks, and gloo makes one more.
         """
         setup, layers, embedding = self.setup, self.setup.model.n_layer, embedding_bytes(self.setup)
-        own, most = self.stepped_elements(rank), self.gathered.most_live
+        own, most = self.stepped_elements(rank), self.setup.gathers.most_live
         sums, stepped = FULL * own, FULL * (own + max(self.sub_groups(rank)))
         if self.steps_on_host:  # both copies exist in the host all the time
             sums = stepped = 2 * sums if device == "cpu" else 0
@@ -709,9 +683,8 @@ class Zero3(DeepSpeed):
             base["weights"] = setup.low * total(self.persistent(rank))  # copies of pieces that are in the host
         whole = setup.low * most
         together = setup.low * min(setup.recipe.zero_optimization.stage3_prefetch_bucket_size, most)
-        freed = embedding if [part.name for part in self.gathered.all].count(EMBEDDING) > 1 else 0
+        freed = embedding if [part.name for part in self.setup.gathers.all].count(EMBEDDING) > 1 else 0
         buffers = freed + (whole if device == "cpu" else together)
-        copies = 2 if device == "cpu" else 1
         moments = [
             Moment(name="forward", blocks=layers, parts=base | {"gathered": whole + buffers}),
             Moment(name="loss", blocks=layers, parts=base | {"gathered": whole}),
@@ -720,7 +693,7 @@ class Zero3(DeepSpeed):
             Moment(name="evaluation", parts=base | {"gathered": whole}),
         ]
         for fill in self.bucket_fills(setup.parameters(rank)):
-            buckets = base["buckets"] + copies * setup.low * fill.elements
+            buckets = base["buckets"] + (2 if device == "cpu" else 1) * setup.low * fill.elements
             waits = 0 if fill.has_embedding else embedding
             parts = {"buckets": buckets, "new_gradients": waits, "gathered": min(whole, embedding)}
             moments.append(Moment(name="reduction", blocks=fill.blocks, parts=base | parts))
@@ -733,8 +706,7 @@ class Zero3(DeepSpeed):
         a bucket is all-reduced.
         """
         setup, zero = self.setup, self.setup.recipe.zero_optimization
-        in_buckets = zero.contiguous_gradients and not zero.reduce_scatter
-        limit = setup.reduce_bucket_size if in_buckets else 0
+        limit = setup.reduce_bucket_size if zero.contiguous_gradients and not zero.reduce_scatter else 0
         alone = [part for part in setup.parameters(rank) if part.numel > limit]
         bucketed = total(part for part in setup.parameters(rank) if part.numel <= limit)
         reduced = {"reduce_scatter": setup.zero_ranks * self.pieces(alone), "all_reduce": bucketed}
@@ -750,7 +722,7 @@ class Zero3(DeepSpeed):
                 operation="all_gather",
                 group_size=ranks,
                 payload_bytes=setup.low * ranks * (self.reductions * sum(passes) + persistent),
-                calls=self.reductions * len(self.gathered.all) // 2 + 1,
+                calls=self.reductions * len(self.setup.gathers.all) // 2 + 1,
                 passes=passes,
                 once={(AFTER_STEP, None): persistent},
                 **self.overlap,
@@ -759,14 +731,13 @@ class Zero3(DeepSpeed):
 
     def _pieces_of_passes(self) -> tuple[int, int]:
         """Elements of a rank's pieces that the forward pass gathers, and that the backward pass gathers."""
-        forward = self.pieces(self.gathered.forward)
-        return forward, self.pieces(self.gathered.all) - forward
+        forward = self.pieces(self.setup.gathers.forward)
+        return forward, self.pieces(self.setup.gathers.all) - forward
 
     def copied(self, rank: int) -> Iterator[Copied]:
         """Copies of the base class, and of the rank's pieces of weights before every gather."""
         yield from super().copied(rank)
-        offload = self.setup.recipe.offload_param
-        links = {"none": (), "cpu": ("host",), "nvme": ("files", "host")}[offload]
+        links = {"none": (), "cpu": ("host",), "nvme": ("files", "host")}[self.setup.recipe.offload_param]
         pieces = dict(zip((FORWARD, BACKWARD), self._pieces_of_passes(), strict=True))
         for number in range(self.reductions):
             for moment, elements in pieces.items():
@@ -789,5 +760,4 @@ class Zero3(DeepSpeed):
     def copied_around_reductions(self) -> float:
         """Bytes per element: 2w to the bucket; (w + 8)/n to add the rank's part to its sum."""
         low = self.setup.low
-        each = 2 * low + (low + 2 * FULL) / self.setup.zero_ranks
-        return self.reductions * each + self.divided_in_fp32()
+        return self.reductions * (2 * low + (low + 2 * FULL) / self.setup.zero_ranks) + self.divided_in_fp32()

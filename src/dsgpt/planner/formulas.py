@@ -213,8 +213,7 @@ def _transient(setup: Setup, moment: pytorch_formulas.Moment, rank: int, device:
         parts["activations"] = activations + block_gradient_bytes(setup)
     elif moment.name == EVALUATION:
         parts["activations"] = activations + 2 * stream
-        computed = setup.computes_loss(rank)
-        parts["logits"] = logits_bytes(setup, device=device, gradients=False) if computed else 0
+        parts["logits"] = logits_bytes(setup, device=device, gradients=False) if setup.computes_loss(rank) else 0
     elif moment.name == "loss":
         parts["activations"] = activations + 2 * stream  # the last LayerNorm's output and its gradient
         parts["logits"] = logits_bytes(setup, device=device)
@@ -283,14 +282,13 @@ def logits_bytes(setup: Setup, *, device: str, gradients: bool = True) -> int:
         copies = 3 if gradients and not setup.fused_adam else 2  # Megatron computes the gradient in the softmax's place
         return copies * FULL * setup.tokens * vocabulary + kept_logits_bytes(setup)
     rows = _rows(setup, device)
-    chunk = setup.low * rows * vocabulary
     if device == "cuda":
         softmax = FULL * (1 + (setup.low != FULL)) * rows * vocabulary
     else:
         step = max(1, CACHED // vocabulary)
         copies = 1 + (rows > step) + (setup.low != FULL)  # of this step, the one before, and the cast to fp32
         softmax = FULL * copies * min(rows, step) * vocabulary
-    return max(chunk + softmax, _product_bytes(setup, device) if gradients else 0)
+    return max(setup.low * rows * vocabulary + softmax, _product_bytes(setup, device) if gradients else 0)
 
 
 def kept_logits_bytes(setup: Setup) -> int:

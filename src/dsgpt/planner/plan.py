@@ -55,8 +55,7 @@ def held_in_words(setup: Setup, rank: int) -> str:
 def place_of(setup: Setup, rank: int) -> Topology:
     """The stage, the shards and the data of ``rank``."""
     ranks = setup.world_size
-    whole = Topology(rank=rank, local_rank=0, world_size=ranks, local_world_size=ranks, launcher="")
-    return whole.split(setup.sizes)
+    return Topology(rank=rank, local_rank=0, world_size=ranks, local_world_size=ranks, launcher="").split(setup.sizes)
 
 
 # The plan of one setup: its memory, the time of a step and of the training, and what that costs.
@@ -201,8 +200,7 @@ class Plan:
     def tokens_per_step(self) -> int:
         """Over all ranks."""
         setup = self.setup
-        sequences = setup.micro_batch_size * setup.gradient_accumulation_steps * setup.data_parallel_size
-        return sequences * setup.seq_length
+        return setup.micro_batch_size * setup.gradient_accumulation_steps * setup.data_parallel_size * setup.seq_length
 
     def tokens_per_sec(self, seconds: float) -> float:
         """Over all ranks, if a step takes ``seconds``."""

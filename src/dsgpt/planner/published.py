@@ -95,8 +95,7 @@ def published_page() -> str:
         f"| {name} | {each.least:.0%} | {each.likely:.0%} | {each.most:.0%} |\n" for name, each in shares.items()
     ]
     parts = {"figures": "".join(figures), "remarks": "".join(remarks), "shares": "".join(assumed)}
-    template = PUBLISHED.with_suffix(".txt").read_text(encoding="utf-8")
-    return template.format(inside=inside, rows=len(figures), **parts)
+    return PUBLISHED.with_suffix(".txt").read_text(encoding="utf-8").format(inside=inside, rows=len(figures), **parts)
 
 
 # ``--projections``: what follows for more GPUs than anybody measured here.

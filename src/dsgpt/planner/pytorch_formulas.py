@@ -159,7 +159,7 @@ class Planned:
     @property
     def reductions(self) -> int:
         """Number of times that a step reduces each gradient."""
-        return self.setup.gradient_accumulation_steps if self.reduces_each_micro_batch else 1
+        return self.setup.gradient_accumulation_steps if self.reduces_each_micro_batch or self.adds_shards else 1
 
     @property
     def adds_shards(self) -> bool:
@@ -264,8 +264,7 @@ class Planned:
         unfused |= setup.kernels == "eager" and setup.run_type != "optimized"
         if unfused and setup.recipe.optimizer.type == "AdamW":
             numbers = _UNFUSED_ADAM
-        size = FULL * numbers + (0 if setup.precision == "fp32" else FULL + setup.low)
-        return self.stepped_elements(rank) * size
+        return self.stepped_elements(rank) * (FULL * numbers + (0 if setup.precision == "fp32" else FULL + setup.low))
 
     def optimizer_state(self, elements: int, *, tensors: int) -> int:
         """Bytes of moments, 4m per element, and of Adam's counter per tensor, which DeepSpeed's CPU Adam lacks."""
@@ -337,18 +336,16 @@ class Ddp(Baseline):
             last_bucket = part.numel if last_bucket >= limit else last_bucket + part.numel
         reduced = FULL * (last_bucket if several else elements) if separate else 0
         pending = embedding if separate else 2 * embedding
-        stepped = earlier | {"gradients": FULL * elements if separate or several else 0}
         return [
             *self.before_reduction(rank, earlier),
             Moment(name="reduction", parts=earlier | {"new_gradients": pending, "other": reduced}),
-            Moment(name="step", parts=stepped),
+            Moment(name="step", parts=earlier | {"gradients": FULL * elements if separate or several else 0}),
             Moment(name="evaluation", parts={"buckets": buckets}),
         ]
 
     def traffic(self, rank: int) -> list[Traffic]:  # noqa: ARG002 - all ranks have the same
         """One all-reduce of all gradients per step, in fp32 (4P), one call per bucket, the embedding's last."""
         setup, size = self.setup, FULL * self.elements(0)
-        embedding = setup.model.padded_vocab_size * setup.model.n_embd
         return [
             Traffic(
                 what="gradients",
@@ -358,7 +355,7 @@ class Ddp(Baseline):
                 calls=math.ceil(size / (setup.recipe.dsgpt.ddp.bucket_cap_mb * MIB)),
                 once={self.last_backward: 1},
                 behind=(0, 1),
-                hidden=1 - embedding / self.elements(0),
+                hidden=1 - setup.model.padded_vocab_size * setup.model.n_embd / self.elements(0),
             )
         ]
 
@@ -371,11 +368,6 @@ class Fsdp(Planned):
     """Every rank has a shard of each parameter; a block's weights are gathered for each of its passes."""
 
     operations_per_tensor = 4
-
-    @property
-    def reductions(self) -> int:
-        """Number of times that a step reduces each gradient."""
-        return self.setup.gradient_accumulation_steps if self.adds_shards else 1
 
     @property
     def adds_shards(self) -> bool:
@@ -442,7 +434,6 @@ class Fsdp(Planned):
             "buckets": width * block,
             "new_gradients": 2 * embedding,
         }
-        stepped = {"gradients": shards + root_shard, "buckets": (1 + copies) * width * root}
         earlier = {"gradients": width * (blocks + root) if several else sums, "gathered": gathered}
         begun = earlier | {"gathered": backward["gathered"], "new_gradients": embedding}
         return [
@@ -450,7 +441,7 @@ class Fsdp(Planned):
             Moment(name="backward", blocks=layers, parts=begun),
             Moment(name="backward", blocks=layers - 1, parts=backward),
             Moment(name="reduction", parts=reduction),
-            Moment(name="step", parts=stepped),
+            Moment(name="step", parts={"gradients": shards + root_shard, "buckets": (1 + copies) * width * root}),
             Moment(name="evaluation", parts={"gathered": gathered}),
         ]
 

@@ -88,22 +88,22 @@ class Rates:
             slower_rates[name] = {**rates, precision: changed(rates[precision], lambda rate: rate / slower)}
         return replace(self, **slower_rates)
 
+    def slower(self, times: float, *names: str) -> "Rates":
+        """The rates with which that which these fields are of takes ``times`` as long."""
+        seconds = {name for name in names if name.endswith("_sec")}
+        longer = {name: changed(getattr(self, name), lambda each: each * times) for name in seconds}
+        lower = {name: changed(getattr(self, name), lambda each: each / times) for name in {*names} - seconds}
+        return replace(self, **longer, **lower)
+
     def scaled(self, *, compute: float, communication: float) -> "Rates":
         """The rates with which computation and communication take these times as long."""
-        computing = (*COMPUTED, "memory")
-        return replace(
-            self,
-            **{name: changed(getattr(self, name), lambda rate: rate / compute) for name in computing},
-            kernel_sec=self.kernel_sec * compute,
-            bus=changed(self.bus, lambda rate: rate / communication),
-            collective_sec=changed(self.collective_sec, lambda seconds: seconds * communication),
-            network=self.network / communication,
-            network_sec=self.network_sec * communication,
-        )
+        return self.slower(compute, *COMPUTING).slower(communication, *SENDING)
 
 
 COMPUTED = ("matrix", "attention", "elementwise", "logits")
 """Fields with rates by precision."""
+COMPUTING, SENDING = (*COMPUTED, "memory", "kernel_sec"), ("bus", "collective_sec", "network", "network_sec")
+"""Fields of computation and of communication."""
 
 
 def changed(rates: Any, change: Callable[[float], float]) -> Any:
@@ -350,11 +350,10 @@ def calibrated_machine(
         bus, starts = measured.get("bus", {1: chosen.triad_bytes_per_sec}), {1: chosen.operation_sec}
         missing = {"bus": bus, "collective_sec": starts, "network": min(bus.values())}
         bases = [Rates(**missing | {"host_memory": HOST_MEMORY_BYTES_PER_SEC.likely} | measured)] * 3
-    likely = _completed(bases[0], measured)
     rates, slowest, fastest = (
         _completed(base, {name: getattr(scaled, name) for name in measured}) if sheet else scaled
         for base, times in zip(bases, (1, ALLOWANCE, 1 / ALLOWANCE), strict=True)
-        for scaled in [likely.scaled(compute=times, communication=times)]
+        for scaled in [_completed(bases[0], measured).scaled(compute=times, communication=times)]
     )
     if network is None:
         network = found.bytes_per_sec if found else None
@@ -392,8 +391,7 @@ def _completed(base: Rates, measured: Mapping[str, Any]) -> Rates:
     """``base`` with what was measured, one by one: matrices at several widths and rows, networks with all ranks."""
     no_longer: dict[str, Any] = {"half_width": 0.0, "half_rows": 0.0} if "matrix" in measured else {}
     no_longer |= {"rings_power": 0.0} if "network" in measured else {}
-    apart = measured.keys() >= {"kernel_sec", "host_sec"}
-    return replace(base, **measured, **no_longer, host_apart=apart)
+    return replace(base, **measured, **no_longer, host_apart=measured.keys() >= {"kernel_sec", "host_sec"})
 
 
 def _measured(calibration: Calibration, ceilings: Ceilings) -> dict[str, Any]:
@@ -529,6 +527,8 @@ def datasheet_machine(
 _FULL_WIDTH = 312e12
 """Matrix peak, in FLOP/s, of the A100; ``half_width`` and ``half_rows`` are those of GPUs with at least as many units.
 Smaller matrices fill smaller GPUs, in proportion."""
+_AS_FITTED = ("rings_power", "odd_heads", "contention", "gathers_hidden")
+"""Constants that are fields of ``Rates``, and the same for every GPU."""
 
 
 def _shares(gpu: Gpu, values: Mapping[str, float], fabric: str) -> dict[str, Share]:
@@ -567,15 +567,12 @@ def _datasheet_rates(
         bus={1: of(shares["link between GPUs"]) * gpu.interconnect.bytes_per_sec},
         collective_sec={1: of(COLLECTIVE_SEC)},
         network=of(shares["network"]) * network,
-        rings_power=values.get("rings_power", 0.0),
         host_link=of(HOST_LINK_BYTES_PER_SEC),
         host_memory=of(HOST_MEMORY_BYTES_PER_SEC),
         disk=of(DISK_BYTES_PER_SEC),
         half_width=values.get("half_width", 0.0) * units,
         half_rows=values.get("half_rows", 0.0) * units,
-        odd_heads=values.get("odd_heads", 1.0),
-        contention=values.get("contention", 0.0),
-        gathers_hidden=values.get("gathers_hidden", 1.0),
+        **{name: values[name] for name in _AS_FITTED if name in values},
         host_sec=values.get("host_sec", 0.0) * of(KERNEL_SEC) / KERNEL_SEC.likely,
     )
 

@@ -61,33 +61,29 @@ def candidate_setups(devices: int, *, together: int) -> Iterator[CandidateSetup]
             number divides it.
     """
     for run_type in ("baseline",) if devices == 1 else ("ddp", "fsdp"):
-        yield CandidateSetup(name=run_type, run_type=run_type, blocks=_blocks("zero0"))
+        yield _candidate(run_type, "zero0", run_type)
     if devices > 1:
-        blocks = _blocks("zero0") | {"dsgpt": {"fsdp": {"accumulation": "sharded"}}}
-        yield CandidateSetup(name="fsdp, sharded sums", run_type="fsdp", blocks=blocks)
+        yield _candidate("fsdp, sharded sums", "zero0", "fsdp", dsgpt={"fsdp": {"accumulation": "sharded"}})
     for recipe in _DATA_PARALLEL[4:] if devices == 1 else _DATA_PARALLEL:
-        blocks = _blocks(recipe)
-        yield CandidateSetup(name=recipe.replace("_", "-"), run_type="optimized", blocks=blocks)
+        yield _candidate(recipe.replace("_", "-"), recipe)
     on_one_machine = [size for size in divisors(devices) if devices <= together or together % size == 0]
-    for kind in ("tensor", "sequence"):
-        for size in on_one_machine[1:]:
-            split = {"tensor_parallel": {"autotp_size": size}} if kind == "tensor" else {"sequence_parallel_size": size}
-            blocks = _blocks(kind) | split
-            yield CandidateSetup(name=f"{kind}{size}-zero1", run_type="optimized", blocks=blocks)
+    for size in on_one_machine[1:]:
+        yield _candidate(f"tensor{size}-zero1", "tensor", tensor_parallel={"autotp_size": size})
+    for size in on_one_machine[1:]:
+        yield _candidate(f"sequence{size}-zero1", "sequence", sequence_parallel_size=size)
     for stages in divisors(devices)[1:]:
         for tensor in on_one_machine:
             if devices // stages % tensor == 0:
-                blocks = _blocks("pipeline")
-                blocks["pipeline"] = blocks["pipeline"] | {"stages": stages}
-                blocks |= {"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}
-                name = f"pipeline{stages}-" + (f"tensor{tensor}-" if tensor > 1 else "") + "zero1"
-                yield CandidateSetup(name=name, run_type="optimized", blocks=blocks)
+                split, name = ({"autotp_size": tensor}, f"tensor{tensor}-") if tensor > 1 else (None, "")
+                name = f"pipeline{stages}-{name}zero1"
+                yield _candidate(name, "pipeline", pipeline={"stages": stages}, tensor_parallel=split)
 
 
-def _blocks(name: str) -> dict[str, Any]:
-    """Blocks of the shipped recipe ``name`` that belong to the strategy."""
-    raw = json.loads((REPOSITORY / RECIPES / f"{name}.json").read_text(encoding="utf-8"))
-    return {key: raw[key] for key in ("zero_optimization", *PARALLEL_KEYS) if key in raw}
+def _candidate(name: str, recipe: str, run_type: str = "optimized", **blocks: Any) -> CandidateSetup:
+    """A strategy with the blocks of a shipped recipe that belong to it, and ``blocks`` laid over them."""
+    raw = json.loads((REPOSITORY / RECIPES / f"{recipe}.json").read_text(encoding="utf-8"))
+    own = {key: raw[key] for key in ("zero_optimization", *PARALLEL_KEYS) if key in raw}
+    return CandidateSetup(name=name, run_type=run_type, blocks=merged(own, blocks))
 
 
 # ``--measured``: steps in the records of sweeps and of ``benchmark.py plan``, to which rates are fitted.
@@ -155,8 +151,7 @@ def _of_sweep(cell: SweepCell) -> tuple[Setup, float] | None:
         seq_length=int(work["sequence length"]),
         activation_checkpointing=options.activation_checkpointing,
     )
-    tokens = int(work["global batch"]) * setup.seq_length
-    return setup, tokens / cell.tokens_per_sec.median
+    return setup, int(work["global batch"]) * setup.seq_length / cell.tokens_per_sec.median
 
 
 def _of_plan(result: Mapping[str, Any]) -> tuple[Setup, float] | None:
@@ -228,22 +223,9 @@ def corrected(machine: rates.Machine, runs: Sequence[OwnRun]) -> rates.Machine:
     planned, measured = ([getattr(run, name) for run in runs] for name in ("planned", "measured"))
     last = f"your last {counted(len(runs), 'run')} here: planned {_span(planned)}, measured {_span(measured)} tokens/s"
 
-    def slower(own: rates.Rates) -> rates.Rates:
-        return replace(
-            own.scaled(compute=times, communication=times),
-            host_sec=own.host_sec * times,
-            host_link=own.host_link / times,
-            host_memory=own.host_memory / times,
-        )
-
-    return replace(
-        machine,
-        rates=slower(machine.rates),
-        slowest=slower(machine.slowest),
-        fastest=slower(machine.fastest),
-        uncorrected=machine,
-        basis=f"{machine.basis}; corrected by {last}",
-    )
+    names = (*rates.COMPUTING, *rates.SENDING, "host_sec", "host_link", "host_memory")
+    slower = {each: getattr(machine, each).slower(times, *names) for each in ("rates", "slowest", "fastest")}
+    return replace(machine, **slower, uncorrected=machine, basis=f"{machine.basis}; corrected by {last}")
 
 
 def _span(values: Sequence[float]) -> str:
@@ -285,9 +267,8 @@ class PlanRequest:
         """The request as training's own checks take it."""
         batch = ("global_batch_size", "micro_batch_size_per_gpu", "grad_accum_steps")
         sizes, masks = {name: getattr(self.options, name) for name in batch}, self.options.mask_documents is not None
-        options = Options(run_type=run_type, mask_documents=masks, **sizes)
         return RunRequest(
-            options=options,
+            options=Options(run_type=run_type, mask_documents=masks, **sizes),
             topology=Topology(
                 rank=0, local_rank=0, world_size=self.devices, local_world_size=self.devices, launcher="deepspeed"
             ),
@@ -359,13 +340,12 @@ def read_request(options: PlanOptions, problems: Problems) -> PlanRequest:
     precision = _precision(options, recipe, machine, problems) if recipe and machine else None
     problems.raise_if_any()
     assert model and machine and recipe and precision  # each is None only if a problem says why
-    devices = options.gpus or (1 if machine.kind == "cuda" and options.gpu else machine.devices)
     return PlanRequest(
         options=options,
         model=model,
         recipe=recipe,
         machine=machine,
-        devices=devices,
+        devices=options.gpus or (1 if machine.kind == "cuda" and options.gpu else machine.devices),
         precision=precision,
         seq_length=options.seq_length or model.block_size,
         network_basis=network_basis or machine.network_basis,
@@ -422,8 +402,8 @@ def _recipe(options: PlanOptions, problems: Problems) -> Recipe | None:
     recipe = read_recipe(path, problems)
     if recipe and options.strategy:
         _, name = executed(options.strategy)
-        strategy = CandidateSetup(name=name, run_type="optimized", blocks=_blocks(name))
-        return strategy.recipe(recipe, RECIPES / f"{options.strategy}.json", train_batch_size=recipe.train_batch_size)
+        path = RECIPES / f"{options.strategy}.json"
+        return _candidate(name, name).recipe(recipe, path, train_batch_size=recipe.train_batch_size)
     return replace(recipe, path=SIZES / path.name) if recipe else None
 
 

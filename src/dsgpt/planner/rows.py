@@ -244,8 +244,7 @@ def machine_of(row: Row, values: Mapping[str, float] | None = None) -> Machine:
     """
     gpu, gbps = find_gpu(row.hardware), row.network_gbit
     if row.link_override_gbs:
-        link = replace(gpu.interconnect, bytes_per_sec=int(row.link_override_gbs * 1e9))
-        gpu = replace(gpu, interconnect=link)
+        gpu = replace(gpu, interconnect=replace(gpu.interconnect, bytes_per_sec=int(row.link_override_gbs * 1e9)))
     if given := re.search(r"([1-9][0-9]{0,4}) ?GB\b", row.hardware_true or ""):
         gpu = replace(gpu, memory_bytes=int(given[1]) * 10**9)
     if gbps is None and (own := NETWORKS.get(gpu.interconnect.kind)):
@@ -374,7 +373,6 @@ def evidence_for(
     """
     rows = sorted((traits.distance(each.traits), each.ratio) for each in (witnesses() if among is None else among))
     far = fmean(distance for distance, _ in rows[:_NEAREST])
-    errors = tuple(abs(ratio - 1) for distance, ratio in rows if distance <= _LIKE)
     weighted = sorted((-math.log(ratio), math.exp(-(distance - rows[0][0]) / REACH)) for distance, ratio in rows)
     wider = (fitted().growth if growth is None else growth) * max(0.0, far - REACH)
     passed, whole = list(accumulate(weight for _, weight in weighted)), sum(weight for _, weight in weighted)
@@ -384,7 +382,7 @@ def evidence_for(
         low=math.exp(min(low, -_LEAST) - wider),
         high=math.exp(max(high, _LEAST) + wider),
         near=far <= _LIKE,
-        errors=errors,
+        errors=tuple(abs(ratio - 1) for distance, ratio in rows if distance <= _LIKE),
     )
 
 

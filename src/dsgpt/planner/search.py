@@ -179,8 +179,7 @@ def best_of(judged: Sequence[Judged], request: PlanRequest) -> Plan:
             f"no setup on {where} is within the limits: the fastest, {fastest.name}, takes "
             f"{estimate(fastest.run.seconds)}{cost}: allow that, take more or faster GPUs, or fewer --tokens"
         )
-    on_device = [plan for plan in plans if plan.host_bytes == 0] or plans
-    least = min(on_device, key=lambda plan: plan.peak.total)
+    least = min([plan for plan in plans if plan.host_bytes == 0] or plans, key=lambda plan: plan.peak.total)
     share = least.usable_bytes / request.machine.memory_bytes
     enough = [gpu.key for gpu in gpus().values() if gpu.memory_bytes * share >= least.peak.total]
     cure = f"take {enough[0]}, or more GPUs" if enough else "take more GPUs, or a smaller model"
@@ -277,13 +276,12 @@ def command_text(best: Plan) -> str:
     request, options, launcher = best.request, best.request.options, launcher_of(best)
     if launcher == "kubernetes":
         return f"#!/bin/sh\nexec kubectl create -f {shlex.quote((options.into / JOB).as_posix())}\n"
-    launch = "launch" if IN_CHECKOUT else str(REPOSITORY / "launch")
     words = job_words(
         launcher,
         machines=request.machines,
         devices=devices_per_machine(request),
         gpus=request.machine.kind == "cuda",
-        launch=launch,
+        launch="launch" if IN_CHECKOUT else str(REPOSITORY / "launch"),
     )
     missing = "is missing: download_data.py and preprocess.py of data_prep/ make it (--dataset names the text)"
     lines = [
@@ -322,18 +320,16 @@ def job_text(best: Plan, files: dict[str, str]) -> str:
     job: dict[str, Any] = yaml.safe_load((REPOSITORY / "launch" / "kubernetes" / "train.yaml").read_text("utf-8"))
     flags, into = training_flags(best), best.request.options.into
     name = f"dsgpt-{hashlib.sha256(files[RECIPE].encode() + shlex.join(flags).encode()).hexdigest()[:8]}"
-    words = [f"{flag}={value}" for flag, value in zip(flags[::2], flags[1::2], strict=True)]
     resource = "nvidia.com/gpu" if best.request.machine.kind == "cuda" else "cpu"  # as many ranks as a node has of it
     job["metadata"] = {"name": name}
     job["spec"]["trainer"] |= {
         "numNodes": best.request.machines,
-        "args": [*words, "--resume"],
+        "args": [*[f"{flag}={value}" for flag, value in zip(flags[::2], flags[1::2], strict=True)], "--resume"],
         "resourcesPerNode": {"limits": {resource: devices_per_machine(best.request)}},
     }
-    mount = {"name": "plan", "mountPath": f"/dsgpt/{into.as_posix()}"}
     pod = {
         "volumes": [{"name": "plan", "configMap": {"name": name}}],
-        "containers": [{"name": "node", "volumeMounts": [mount]}],
+        "containers": [{"name": "node", "volumeMounts": [{"name": "plan", "mountPath": f"/dsgpt/{into.as_posix()}"}]}],
     }
     node = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
     patch = {"manager": "dsgpt.plan", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}}}
@@ -398,8 +394,7 @@ def act(options: PlanOptions, problems: Problems, *, draw: Callable[[Plan, Path]
                 write_atomic(path, content)
         answer = (recommendation_json if options.json else recommendation_lines)(judged, plan, list(files))
     else:
-        prices = read_prices(options.prices)
-        plan = plan_of(fixed_setup(request, problems), request, prices)
+        plan = plan_of(fixed_setup(request, problems), request, read_prices(options.prices))
         answer = with_assumptions(plan) if options.json else plan_lines(plan)
     if options.picture is not None:
         with _writing("--picture", options.picture):

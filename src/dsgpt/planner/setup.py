@@ -256,10 +256,8 @@ class Setup:
         if self.sizes.pipeline == 1:
             dealt = [model_parameters(self.model)]
         else:
-            partition = self.recipe.pipeline.partition
-            dealt = stage_parameters(self.model, stages=self.sizes.pipeline, partition=partition)
-        tensor = self.sizes.tensor
-        return [[part.of_rank(tensor) for part in stage] for stage in dealt]
+            dealt = stage_parameters(self.model, stages=self.sizes.pipeline, partition=self.recipe.pipeline.partition)
+        return [[part.of_rank(self.sizes.tensor) for part in stage] for stage in dealt]
 
     @property
     def moments(self) -> int:
@@ -322,6 +320,12 @@ class Setup:
             [tuple(part.numel for part in group) for group in optimizer_groups(stage) if group] for stage in self.stages
         ]
 
+    @property
+    def gathers(self) -> "Gathers":
+        """Parameters that ZeRO-3 gathers in a micro batch."""
+        again, zero = self.activation_checkpointing, self.recipe.zero_optimization
+        return _gathers(self.model, zero, tensor=self.sizes.tensor, recompute=again, whole_blocks=self.compiled)
+
     def micro_batches_in_flight(self, rank: int) -> int:
         """Micro batches whose activations ``rank`` has at a time: in a pipeline, one for each stage from its own on."""
         return min(self.gradient_accumulation_steps, self.sizes.pipeline - self.stage(rank))
@@ -377,8 +381,7 @@ class FlatGroup:
     @property
     def part(self) -> int:
         """Elements that a rank holds, padding included."""
-        unit = _ALIGNMENT * self.ranks
-        return -(-sum(self.sizes) // unit) * _ALIGNMENT
+        return -(-sum(self.sizes) // (_ALIGNMENT * self.ranks)) * _ALIGNMENT
 
     @property
     def padded(self) -> int:
@@ -422,12 +425,6 @@ class Gathers:
     """Parameters gathered in the forward pass, some of them ahead for the backward pass."""
     most_live: int
     """Most elements of gathered parameters that are whole at a time, without those that persist."""
-
-
-def gathers_of(setup: Setup) -> Gathers:
-    """Parameters that ZeRO-3 gathers in a micro batch."""
-    again, zero = setup.activation_checkpointing, setup.recipe.zero_optimization
-    return _gathers(setup.model, zero, tensor=setup.sizes.tensor, recompute=again, whole_blocks=setup.compiled)
 
 
 @lru_cache(maxsize=16)

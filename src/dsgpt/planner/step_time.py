@@ -126,7 +126,6 @@ def block_backward(setup: Setup) -> OpCounts:
     all-to-alls of sequence ranks.
     """
     forward, tensor = block_forward(setup), setup.sizes.tensor
-    stream = stream_bytes(setup)
     arranged = 16 if setup.sizes.sequence > 1 else 0
     whole, split, kernels = _STREAMS[setup.kernels]["backward"]
     scores = score_bytes(setup, "backward")
@@ -134,7 +133,7 @@ def block_backward(setup: Setup) -> OpCounts:
         matrix_flops=2 * forward.matrix_flops,
         matrix_bytes=2 * forward.matrix_bytes,
         attention_flops=(2 if scores else 2.5) * forward.attention_flops,
-        elementwise_bytes=stream * (whole + split / tensor + arranged) + scores,
+        elementwise_bytes=stream_bytes(setup) * (whole + split / tensor + arranged) + scores,
         kernels=kernels,
         waits=kernels,
     )
@@ -145,8 +144,7 @@ def score_bytes(setup: Setup, which: str) -> float:
 
     Each pass is w bytes a score, and a byte more where a dropout mask is read or written.
     """
-    passes = _SCORES["eager" if setup.kernels == "eager" else "fused"][which]
-    return float(setup.scores * (setup.low * passes + 1))
+    return float(setup.scores * (setup.low * _SCORES["eager" if setup.kernels == "eager" else "fused"][which] + 1))
 
 
 def head_and_loss(setup: Setup, *, kind: str) -> OpCounts:
@@ -203,7 +201,6 @@ def sending_sec(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int, k
     if setup.world_size > devices and (of_stages or devices % ranks):
         machines = 2 if of_stages else min(traffic.group_size, max(2, -(-ranks // devices)))
     passes = machines - 1 if of_stages else machines * ring_factor(traffic.operation, machines)
-    start = at_ranks(rates.collective_sec, traffic.group_size) + passes * rates.network_sec
     precision = "fp32" if traffic.summed_width == FULL else setup.precision
     bus, rings = at_ranks(rates.bus, traffic.group_size), min(stride, devices)
     # measured of operations that only move numbers in fp32 alone; a reduction to one rank sums as an all-reduce does
@@ -214,7 +211,7 @@ def sending_sec(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int, k
         passing = traffic.ring_bytes / beyond
         twice = 2 if traffic.operation == "reduce_scatter" else 1
         sending = sending + passing * twice if kind == "cpu" else max(sending, passing)
-    return sending + traffic.calls * start
+    return sending + traffic.calls * (at_ranks(rates.collective_sec, traffic.group_size) + passes * rates.network_sec)
 
 
 _ASSUMED_OPERATION_SEC = 4e-6
@@ -292,10 +289,9 @@ def _slowest_stage(setup: Setup, rates: Rates, machine: Machine, beside: float) 
         kind: _rank(setup, rates, machine, rank, beside)
         for kind, rank in dict(zip(alike, setup.first_ranks, strict=True)).items()
     }
-    passed = sum(ranks[kind].micro_batch for kind in alike)
     slowest = max(ranks.values(), key=lambda rank: sum(rank.parts.values()) - rank.micro_batch)
     if len(alike) > 1:
-        slowest.parts["bubble"] = passed - slowest.micro_batch
+        slowest.parts["bubble"] = sum(ranks[kind].micro_batch for kind in alike) - slowest.micro_batch
     return slowest
 
 
@@ -343,15 +339,13 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, beside: float
     parts["offload"] = linked / rates.host_link + filed * min(machine.devices, setup.world_size) / rates.disk
     parts["communication"] = once + micro_batches * of_activations
     if host := _host_seconds(setup, machine):
-        passes = sum(parts[name] for name in (*seconds, "communication"))
-        parts["hooks"] = max(0.0, host - beside * passes)
+        parts["hooks"] = max(0.0, host - beside * sum(parts[name] for name in (*seconds, "communication")))
     # a micro batch of a validation: the forward pass of all blocks, and the loss without gradients
     loss = OpCounts(matrix_flops=head.matrix_flops / 3, logits=head.logits / 2, kernels=head.kernels)
-    validation = (block.times(blocks) + loss).seconds(rates, setup)
     return _Rank(
         parts={name: each for name, each in parts.items() if each},
         hidden=hidden,
-        validation=validation + of_activations / 3,
+        validation=(block.times(blocks) + loss).seconds(rates, setup) + of_activations / 3,
         micro_batch=sum(seconds.values()) + of_activations,
     )
 
