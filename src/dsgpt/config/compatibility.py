@@ -306,23 +306,14 @@ class KnownBad(NamedTuple):
 
 KNOWN_BAD = (
     KnownBad(">=0.17.6,<0.18.3", "issues/7718", "gradients are wrong: their norm is a third to a half", stages=(2,)),
-    KnownBad(
-        "<0.18.3", "issues/7773", "gradients of micro batches are summed, not averaged",
-        needs="accumulation in a pipeline",
-    ),
-    KnownBad(
-        "==0.18.5", "issues/7837",
-        "gradients are divided by a loss scale that the loss never had, and kept from step to step",
-        stages=(0,), precision="bf16",
-    ),
-    KnownBad(
-        ">=0.18.3,<0.19.0", "pull/7985", "the last micro batch is left out of the average over ranks",
-        stages=(1,), precision="bf16", needs="several ranks",
-    ),
-    KnownBad(
-        "<0.19.0", "pull/7965", "buffers are used again before their reduction is done: wrong gradients or NaN",
-        stages=(1, 2), needs="overlap_comm on GPUs",
-    ),
+    KnownBad("<0.18.3", "issues/7773", "gradients of micro batches are summed, not averaged",
+             needs="accumulation in a pipeline"),
+    KnownBad("==0.18.5", "issues/7837", "gradients are divided by a loss scale that the loss never had, and kept from "
+             "step to step", stages=(0,), precision="bf16"),
+    KnownBad(">=0.18.3,<0.19.0", "pull/7985", "the last micro batch is left out of the average over ranks",
+             stages=(1,), precision="bf16", needs="several ranks"),
+    KnownBad("<0.19.0", "pull/7965", "buffers are used again before their reduction is done: wrong gradients or NaN",
+             stages=(1, 2), needs="overlap_comm on GPUs"),
     KnownBad("==0.18.9", "no thread", "the first step ends in the error 'Output 0 of Split is a view'", stages=(1, 2)),
 )  # fmt: skip
 

@@ -52,6 +52,7 @@ _time = value(
     accepts=lambda seconds: 0 < seconds < 1e12,
     must_be="a time with its unit, such as 90m, 72h or 3d",
 )
+_PERCENT = value(float, accepts=lambda percent: 0 <= percent < 100, must_be="a percentage from 0 to below 100")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +110,7 @@ class PlanOptions:
     network_gbps: float | None = flag(_amount("100"), "X", "Gbit/s between machines (100)")
     host_memory_gb: float | None = flag(_amount("512"), "X")
     """memory of a machine for offload (default: twice that of its GPUs)"""
-    headroom: float = flag(
-        value(float, accepts=lambda percent: 0 <= percent < 100, must_be="a percentage from 0 to below 100"),
-        "PERCENT",
-        default=HEADROOM,
-    )
+    headroom: float = flag(_PERCENT, "PERCENT", default=HEADROOM)
     """memory of a device that is left free (default: %(default)g)"""
     machine: Path | None = flag(
         Path, "JSON", f"a calibration (default: {CALIBRATION.as_posix()}, if it exists and no --gpu)"
@@ -130,12 +127,8 @@ class PlanOptions:
     val_tokens: float = flag(_amount(), "N", "tokens of a validation", default=0.0)
     save_every: int = count(default=SAVE_EVERY)
     """optimizer steps between checkpoints (default: %(default)s; 0: only at the end)"""
-    mtbf: float | None = flag(
-        _time,
-        "TIME",
-        "mean time between interruptions of the job, such as 8h: plan the best --save_every, and count what they cost",
-    )
-    """Mean seconds between interruptions."""
+    mtbf: float | None = flag(_time, "TIME")
+    """mean time between interruptions of the job, such as 8h: plan the best --save_every, and count what they cost"""
     prices: Path | None = flag(Path, "JSON", "your price table, in the form of src/dsgpt/planner/prices.json")
     price_per_gpu_hour: float | None = flag(NUMBER, "USD", "instead of the price table")
     spot: bool = switch("spot prices of the table instead of those on demand")

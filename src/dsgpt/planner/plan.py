@@ -113,11 +113,9 @@ class Plan:
     @property
     def evidence(self) -> Evidence | None:
         """What steps that others measured say about this one; None for rates that were measured here."""
-        return (
-            evidence_for(traits_of(self.setup, gpu=self.machine.name, devices=self.machine.devices))
-            if self.machine.assumed
-            else None
-        )
+        if not self.machine.assumed:
+            return None
+        return evidence_for(traits_of(self.setup, gpu=self.machine.name, devices=self.machine.devices))
 
     @property
     def uncorrected_seconds(self) -> float:
@@ -436,15 +434,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "activation_checkpointing": setup.activation_checkpointing,
         "attended_length": setup.attended,
         "memory": {
-            "fits": plan.fits,
-            "rank": plan.rank,
-            "moment": plan.peak.moment,
-            "bytes": plan.peak.total,
-            "usable_bytes": plan.usable_bytes,
-            "parts": plan.peak.parts,
-            "host_bytes": plan.host_bytes,
-            "device_bytes": plan.machine.memory_bytes,
-            "headroom_percent": plan.request.options.headroom,
+            **{"fits": plan.fits, "rank": plan.rank, "moment": plan.peak.moment, "bytes": plan.peak.total},
+            **{"usable_bytes": plan.usable_bytes, "parts": plan.peak.parts, "host_bytes": plan.host_bytes},
+            **{"device_bytes": plan.machine.memory_bytes, "headroom_percent": plan.request.options.headroom},
             "fixed_bytes": FIXED_BYTES[plan.machine.kind],
         },
     }
@@ -453,26 +445,14 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     step, run = plan.step, plan.run
     return planned | {
         "step": {
-            "seconds": step.seconds,
-            "uncorrected_seconds": plan.uncorrected_seconds,
-            "least_seconds": step.least,
-            "most_seconds": step.most,
-            "assumed": plan.machine.assumed,
-            "overlap": step.overlap,
-            "hidden_communication_seconds": step.hidden,
-            "parts": step.parts,
+            **{"seconds": step.seconds, "uncorrected_seconds": plan.uncorrected_seconds},
+            **{"least_seconds": step.least, "most_seconds": step.most, "assumed": plan.machine.assumed},
+            **{"overlap": step.overlap, "hidden_communication_seconds": step.hidden, "parts": step.parts},
             **({"evidence": each.as_dict()} if (each := plan.evidence) else {}),
-            "tokens_per_sec": plan.tokens_per_sec(step.seconds),
-            "mfu": plan.mfu,
+            **{"tokens_per_sec": plan.tokens_per_sec(step.seconds), "mfu": plan.mfu},
         },
-        "training": {
-            "steps": run.steps,
-            "seconds": run.seconds,
-            "least_seconds": run.least,
-            "most_seconds": run.most,
-            "parts": run.parts,
-            "goodput": run.goodput,
-        }
+        "training": {"steps": run.steps, "seconds": run.seconds, "least_seconds": run.least, "most_seconds": run.most}
+        | {"parts": run.parts, "goodput": run.goodput}
         | ({} if plan.request.options.mtbf is None else {"save_every": run.save_every, "restart_seconds": run.restart}),
         "costs": [asdict(cost) for cost in plan.costs],
         "notes": plan.notes,

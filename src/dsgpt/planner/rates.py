@@ -315,15 +315,12 @@ def read_calibration(path: Path) -> Calibration:
             data = json.dumps(record["calibration"]).encode()
         schema = parse_as(data, _Schema, unknown_keys=True).schema_version
         if schema.partition(".")[0] != SCHEMA_VERSION.partition(".")[0]:
-            raise UserError(
-                f"--machine {path}: has schema {schema}, but this program reads {SCHEMA_VERSION}: write it again with "
-                "--calibrate"
-            )
+            reads = f"this program reads {SCHEMA_VERSION}: write it again with --calibrate"
+            raise UserError(f"--machine {path}: has schema {schema}, but {reads}")
         return parse_as(data, Calibration, unknown_keys=True)
     except JsonError as error:
-        raise UserError(
-            f"--machine {path}: cannot be read as a calibration ({error}); write one with --calibrate"
-        ) from error
+        cure = "write one with --calibrate"
+        raise UserError(f"--machine {path}: cannot be read as a calibration ({error}); {cure}") from error
 
 
 def calibrated_machine(
@@ -401,18 +398,15 @@ def _measured(calibration: Calibration, ceilings: Ceilings) -> dict[str, Any]:
     most, on_cpu = bus[max(bus)] if bus else {}, calibration.kind == "cpu"
     found = calibration.network
     fields = {
-        "matrix": ceilings.matrix_flops_per_sec,
-        "attention": ceilings.attention_flops_per_sec,
-        "elementwise": ceilings.elementwise_bytes_per_sec,
-        "logits": ceilings.logits_per_sec,
+        **{"matrix": ceilings.matrix_flops_per_sec, "attention": ceilings.attention_flops_per_sec},
+        **{"elementwise": ceilings.elementwise_bytes_per_sec, "logits": ceilings.logits_per_sec},
         "memory": ceilings.triad_bytes_per_sec,
         "kernel_sec": ceilings.operation_sec if on_cpu else ceilings.kernel_sec,
         "host_sec": None if on_cpu else ceilings.operation_sec,
         "bus": {number: each["all_reduce"]["fp32"] for number, each in bus.items()},
         "collective_sec": {number: _start_sec(each) for number, each in several.items()},
         "slowness": changed(most, lambda rate: most["all_reduce"]["fp32"] / rate),
-        "network": found and found.bytes_per_sec,
-        "network_sec": found and found.latency_sec,
+        **({"network": found.bytes_per_sec, "network_sec": found.latency_sec} if found else {}),
         "host_link": ceilings.host_link_bytes_per_sec,
         "host_memory": ceilings.triad_bytes_per_sec if on_cpu else None,
         "disk": calibration.disk_bytes_per_sec,

@@ -25,16 +25,7 @@ from dsgpt.model.config import SHAPE_FLAGS
 from dsgpt.planner.formulas import HOST_SHARE
 from dsgpt.planner.hardware import PriceTable, gpus, read_prices
 from dsgpt.planner.options import CALIBRATION, PlanOptions
-from dsgpt.planner.plan import (
-    Plan,
-    assumption_in_words,
-    plan_json,
-    plan_lines,
-    plan_of,
-    priced,
-    size,
-    with_assumptions,
-)
+from dsgpt.planner.plan import Plan, assumption_in_words, plan_json, plan_lines, plan_of, priced, size, with_assumptions
 from dsgpt.planner.published import projections_page, published_page
 from dsgpt.planner.request import CandidateSetup, PlanRequest, candidate_setups, fixed_setup, read_request
 from dsgpt.planner.rows import answers
@@ -73,7 +64,7 @@ def search(request: PlanRequest, prices: PriceTable) -> list[Judged]:
     The time of a plan is computed only if it fits.
     """
     judged = [
-        _judge(request, prices, candidate, activation_checkpointing=checkpointing)
+        _judge(request, prices, candidate, checkpointing=checkpointing)
         for candidate in candidate_setups(request.devices, together=request.machine.devices)
         for checkpointing in (False, True)
     ]
@@ -85,13 +76,11 @@ def search(request: PlanRequest, prices: PriceTable) -> list[Judged]:
     return [*ranked, *(each for each in judged if not each.fits)]
 
 
-def _judge(
-    request: PlanRequest, prices: PriceTable, candidate: CandidateSetup, *, activation_checkpointing: bool
-) -> Judged:
+def _judge(request: PlanRequest, prices: PriceTable, candidate: CandidateSetup, *, checkpointing: bool) -> Judged:
     """The fastest of every split of the global batch that the flags allow and that training does not refuse."""
     options, path, problems = request.options, request.options.into / RECIPE, Problems()
-    name = f"{candidate.name}, checkpointing" if activation_checkpointing else candidate.name
-    more: dict[str, Any] = {"activation_checkpointing": {}} if activation_checkpointing else {}
+    name = f"{candidate.name}, checkpointing" if checkpointing else candidate.name
+    more: dict[str, Any] = {"activation_checkpointing": {}} if checkpointing else {}
     total = options.global_batch_size or request.recipe.train_batch_size
     plain = candidate.recipe(request.recipe, path, train_batch_size=total, **more)
     training = request.training(plain, candidate.run_type, problems=problems)
@@ -113,9 +102,7 @@ def _judge(
         check_accumulation(training, steps, problems)
         if problems or (steps == 1 and recipe.dsgpt.fsdp.accumulation == "sharded"):  # there is nothing to add up
             continue
-        setup = request.setup(
-            recipe, candidate.run_type, micro, steps, activation_checkpointing=activation_checkpointing
-        )
+        setup = request.setup(recipe, candidate.run_type, micro, steps, activation_checkpointing=checkpointing)
         plans.append(replace(plan_of(setup, request, prices), name=name))
     if not plans:
         return Judged(name=name, reason=f"no micro batch as asked for divides the {share} sequences of a rank")
@@ -246,17 +233,13 @@ def training_flags(best: Plan) -> list[str]:
     """The flags of ``src/gpt2.py`` of the planned training."""
     request, options = best.request, best.request.options
     flags = {
-        "--run_type": best.setup.run_type,
-        "--deepspeed_config": (options.into / RECIPE).as_posix(),
-        "--train_data_path": options.train_data_path.as_posix(),
-        "--val_data_path": options.val_data_path.as_posix(),
+        **{"--run_type": best.setup.run_type, "--deepspeed_config": (options.into / RECIPE).as_posix()},
+        **{f"--{name}": getattr(options, name).as_posix() for name in ("train_data_path", "val_data_path")},
         "--checkpoint_path": f"checkpoint/{options.model_size}-{best.name.replace(', ', '-')}",
         "--model_size": options.model_size,
         **{flag: getattr(options, flag.removeprefix("--")) for flag in SHAPE_FLAGS.values()},
-        "--vocab_size": request.model.vocab_size,
-        "--seq_length": request.seq_length,
-        "--max_train_steps": best.run.steps,
-        "--eval_every": options.eval_every or None,
+        **{"--vocab_size": request.model.vocab_size, "--seq_length": request.seq_length},
+        **{"--max_train_steps": best.run.steps, "--eval_every": options.eval_every or None},
         # global batches of a validation as it is planned; without it the whole file
         "--max_val_steps": math.ceil(options.val_tokens / best.tokens_per_step) if options.val_tokens else None,
         "--save_every": best.run.save_every,
