@@ -188,9 +188,8 @@ def planned(
 ) -> tuple[BatchPlan | None, str | None, str]:
     """The plan, what was changed, and the error line, for global batch, micro batch and accumulation."""
     problems, notices = Problems(), []
-    plan = plan_batch(
-        *asked, *[None] * (3 - len(asked)), ranks=ranks, enforce_global=enforce, problems=problems, notices=notices
-    )
+    sizes, keep = (*asked, *[None] * (3 - len(asked))), notices if enforce else None
+    plan = plan_batch(*sizes, ranks=ranks, problems=problems, keep=keep)
     changed = notices[0] if notices else None
     try:
         problems.raise_if_any()

@@ -224,15 +224,10 @@ def split_batch(request: compatibility.RunRequest, problems: Problems, notices: 
         micro, steps = recipe.train_micro_batch_size_per_gpu, recipe.gradient_accumulation_steps
         if options.exact:
             micro, steps = 1, None
-    plan = plan_batch(
-        options.global_batch_size or recipe.train_batch_size,
-        micro,
-        steps,
-        ranks=1 if options.run_type == "baseline" else request.split_topology.data_parallel_size,
-        enforce_global=options.enforce_global_batch_size or request.topology.machines is not None,
-        problems=problems,
-        notices=notices,
-    )
+    total = options.global_batch_size or recipe.train_batch_size
+    ranks = 1 if options.run_type == "baseline" else request.split_topology.data_parallel_size
+    keep = notices if options.enforce_global_batch_size or request.topology.machines is not None else None
+    plan = plan_batch(total, micro, steps, ranks=ranks, problems=problems, keep=keep)
     if plan is not None and options.exact and plan.micro_batch_size > 1:
         cure = "leave --micro_batch_size_per_gpu and --grad_accum_steps out"
         problems.add(f"--exact computes one sequence at a time, not {plan.micro_batch_size}: {cure}")
@@ -242,14 +237,7 @@ def split_batch(request: compatibility.RunRequest, problems: Problems, notices: 
 
 
 def plan_batch(
-    total: int | None,
-    micro: int | None,
-    steps: int | None,
-    *,
-    ranks: int,
-    enforce_global: bool,
-    problems: Problems,
-    notices: list[str],
+    total: int | None, micro: int | None, steps: int | None, *, ranks: int, problems: Problems, keep: list[str] | None
 ) -> BatchPlan | None:
     """Compute all three sizes from those that are given.
 
@@ -258,9 +246,9 @@ def plan_batch(
         micro: sequences per rank and forward pass.
         steps: micro batches per optimizer step.
         ranks: that read different data.
-        enforce_global: if the given split does not give the global batch, change the split instead of failing.
         problems: receives a line about an impossible split, with the nearest valid values.
-        notices: receives a line about what ``enforce_global`` changed.
+        keep: if the given split does not give the global batch, change the split instead of failing; this receives a
+            line about the change. None to fail.
 
     Returns:
         The plan, or None if there is none.
@@ -285,7 +273,7 @@ def plan_batch(
     else:
         chosen = micro or share // (steps or 1)
     if chosen * (steps or share // (chosen or 1)) != share:
-        if not enforce_global:
+        if keep is None:
             wanted = micro if micro is not None else max(1, round(share / (steps or 1)))
             closest = sorted(divisors(share), key=lambda d: (abs(d - wanted), d))[:2]
             nearest = " or ".join(f"micro batch {d} with accumulation {share // d}" for d in sorted(closest))
@@ -296,12 +284,10 @@ def plan_batch(
             return None
         chosen = largest_divisor(share, at_most=micro or max(1, share // (steps or 1)))
         asked_for = f"micro batch {micro or 'unset'} and accumulation {steps or 'unset'}"
-        notices.append(f"the global batch of {total} is kept: {asked_for} became {chosen} and {share // chosen}")
+        keep.append(f"the global batch of {total} is kept: {asked_for} became {chosen} and {share // chosen}")
+    steps = share // chosen
     return BatchPlan(
-        global_batch_size=total,
-        micro_batch_size=chosen,
-        gradient_accumulation_steps=share // chosen,
-        data_parallel_size=ranks,
+        global_batch_size=total, micro_batch_size=chosen, gradient_accumulation_steps=steps, data_parallel_size=ranks
     )
 
 

@@ -373,17 +373,12 @@ def calibrate(path: Path, *, seconds: float, devices: int | None = None) -> dict
     host = int(str(hardware["memory_bytes"])) // most
     machine = f"{hardware['cpu_name']}, {counted(most, 'device')} of 1 core"
     record = {
-        "schema_version": SCHEMA_VERSION,
-        "timestamp_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        **{"schema_version": SCHEMA_VERSION, "timestamp_utc": datetime.now(UTC).isoformat(timespec="seconds")},
         "machine": f"{hardware['gpu_name']} x {most}" if hardware["gpu_name"] else machine,
-        "hardware": hardware,
-        "env": software_versions(),
+        **{"hardware": hardware, "env": software_versions()},
         "memory_bytes_per_device": int(str(hardware["gpu_memory_bytes"])) if kind == "cuda" else host,
-        "host_bytes_per_device": host,
-        "threads_per_device": THREADS[kind],
-        "seconds": round(time.perf_counter() - started, 1),
-        "disk_bytes_per_sec": disk,
-        "ceilings": ceilings,
+        **{"host_bytes_per_device": host, "threads_per_device": THREADS[kind]},
+        **{"seconds": round(time.perf_counter() - started, 1), "disk_bytes_per_sec": disk, "ceilings": ceilings},
     }
     write_json_atomic(path, record)
     return record

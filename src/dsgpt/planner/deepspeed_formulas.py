@@ -265,13 +265,8 @@ class Zero0(DeepSpeed):
 
     def model_state(self, rank: int) -> ModelState:
         """The same as DDP in fp32. In bf16 and fp16 DeepSpeed has gradients in both precisions: wP + 4P."""
-        elements, low, mixed = self.elements(rank), self.setup.low, self.setup.precision != "fp32"
-        return ModelState(
-            parameters=low * elements,
-            gradients=(low + FULL if mixed else FULL) * elements,
-            optimizer=self.optimizer_state(elements, tensors=len(self.setup.parameters(rank))),
-            master=FULL * elements if mixed else 0,
-        )
+        state = super().model_state(rank)
+        return state if self.setup.low == FULL else replace(state, gradients=state.gradients + state.parameters)
 
     def start_bytes(self, rank: int, device: str) -> int:  # noqa: ARG002 - of all strategies
         """Gradients and moments in bf16 and fp16, where DeepSpeed first steps on gradients of zero; 0 in fp32."""
@@ -346,7 +341,7 @@ class Flat(DeepSpeed):
         """
         setup, groups, own = self.setup, self.groups(rank), self.stepped_elements(rank)
         mixed = setup.precision != "fp32"
-        gradients = self.offloaded_gradients(rank) if self.steps_on_host else self._own_gradients(rank)
+        gradients = self.offloaded_gradients(rank) if self.steps_on_host else self.own_gradients(rank)
         master, optimizer = FULL * own, self.optimizer_state(own, tensors=len(groups))
         moved = {"gradients": FULL * own if mixed else gradients, "optimizer": optimizer, "master": master}
         return ModelState(
@@ -357,7 +352,7 @@ class Flat(DeepSpeed):
             off_device=moved if self.steps_on_host else {},
         )
 
-    def _own_gradients(self, rank: int) -> int:
+    def own_gradients(self, rank: int) -> int:
         """Bytes of gradients without offload: 4P/N in bf16 and fp16, about twice that in fp32.
 
         In bf16 and fp16 the reduced gradients are one flat fp32 buffer. In fp32 there are the reduced gradients and the
@@ -485,18 +480,13 @@ class Zero1(Flat):
 class Bf16Optimizer(Flat):
     """ZeRO-1 in bf16 without offload: DeepSpeed's ``BF16_Optimizer``."""
 
-    def model_state(self, rank: int) -> ModelState:
-        """Gradients in bf16 and fp32, 2P + 4P; moments 4mP/N, master weights 4P/N.
+    def own_gradients(self, rank: int) -> int:
+        """Bytes of gradients in bf16 and fp32, 2P + 4P.
 
         With ``immediate_grad_update`` each bf16 gradient is freed as soon as it is added to the fp32 one.
         """
-        whole, own, low = self.padded_elements(rank), self.stepped_elements(rank), self.setup.low
-        return ModelState(
-            parameters=low * whole,
-            gradients=(0 if self._frees_gradients else low * self.elements(rank)) + FULL * whole,
-            optimizer=self.optimizer_state(own, tensors=len(self.groups(rank))),
-            master=FULL * own,
-        )
+        low = 0 if self._frees_gradients else self.setup.low * self.elements(rank)
+        return low + FULL * self.padded_elements(rank)
 
     def start_bytes(self, rank: int, device: str) -> int:
         """Bytes of the base class, or of the fp32 sums of all gradients."""

@@ -177,8 +177,18 @@ class Planned:
         return self.setup.first_ranks
 
     def model_state(self, rank: int) -> ModelState:
-        """The bytes of model state of ``rank``."""
-        raise NotImplementedError
+        """The bytes of model state of ``rank``.
+
+        Here of a rank that has all: parameters wP, gradients, summed in fp32, 4P, moments 4mP, master weights 4P unless
+        in fp32.
+        """
+        elements, low = self.elements(rank), self.setup.low
+        return ModelState(
+            parameters=low * elements,
+            gradients=FULL * elements,
+            optimizer=self.optimizer_state(elements, tensors=len(self.setup.parameters(rank))),
+            master=FULL * elements if low != FULL else 0,
+        )
 
     def start_bytes(self, rank: int, device: str) -> int:  # noqa: ARG002 - of all strategies
         """Bytes besides weights and master weights while the optimizer is built."""
@@ -276,19 +286,6 @@ class Baseline(Planned):
     """Plain PyTorch on one device."""
 
     operations_per_tensor = 1
-
-    def model_state(self, rank: int) -> ModelState:  # noqa: ARG002 - all ranks have the same
-        """Parameters wP, gradients 4P, moments 4mP, master weights 4P unless in fp32; DDP has the same.
-
-        Gradients are summed in fp32.
-        """
-        elements, low = self.elements(0), self.setup.low
-        return ModelState(
-            parameters=low * elements,
-            gradients=FULL * elements,
-            optimizer=self.optimizer_state(elements, tensors=len(self.setup.parameters(0))),
-            master=FULL * elements if low != FULL else 0,
-        )
 
     def moments(self, rank: int, device: str) -> list[Moment]:
         """Gradients: 4P for fp32 sums of several micro batches, wP for those of one, the embedding's briefly twice.

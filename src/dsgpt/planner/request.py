@@ -128,15 +128,9 @@ def _of_sweep(cell: SweepCell) -> tuple[Setup, float] | None:
     problems.raise_if_any()
     assert options.deepspeed_config is not None
     recipe, run_type = sound_recipe(REPOSITORY / options.deepspeed_config), options.run_type or ""
-    batch = plan_batch(
-        int(work["global batch"]),
-        options.micro_batch_size_per_gpu,
-        options.grad_accum_steps,
-        ranks=cell.devices // recipe.parallel_of(run_type).ranks_per_copy,
-        enforce_global=False,
-        problems=problems,
-        notices=[],
-    )
+    total, micro, steps = int(work["global batch"]), options.micro_batch_size_per_gpu, options.grad_accum_steps
+    ranks = cell.devices // recipe.parallel_of(run_type).ranks_per_copy
+    batch = plan_batch(total, micro, steps, ranks=ranks, problems=problems, keep=None)
     problems.raise_if_any()
     assert batch is not None
     shape = {name: int(work[f"model {name}"]) for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
@@ -151,7 +145,7 @@ def _of_sweep(cell: SweepCell) -> tuple[Setup, float] | None:
         seq_length=int(work["sequence length"]),
         activation_checkpointing=options.activation_checkpointing,
     )
-    return setup, int(work["global batch"]) * setup.seq_length / cell.tokens_per_sec.median
+    return setup, total * setup.seq_length / cell.tokens_per_sec.median
 
 
 def _of_plan(result: Mapping[str, Any]) -> tuple[Setup, float] | None:
@@ -368,15 +362,9 @@ def _with_instance(options: PlanOptions, problems: Problems) -> tuple[PlanOption
     if row.network_gbps and not basis:
         cards = f" with {counted(row.network_cards, 'card')}" if row.network_cards else ""
         basis = f"{row.instance}{cards}, {row.network_known_on}: {row.network_source}"
-    return replace(
-        options,
-        instance=row.instance,
-        gpu=row.gpu,
-        gpus=options.gpus or row.gpus,
-        gpus_per_machine=row.gpus,
-        network_gbps=options.network_gbps or row.network_gbps,
-        machine=None,
-    ), basis
+    named: dict[str, Any] = {"instance": row.instance, "gpu": row.gpu, "gpus_per_machine": row.gpus, "machine": None}
+    gbps = options.network_gbps or row.network_gbps
+    return replace(options, **named, gpus=options.gpus or row.gpus, network_gbps=gbps), basis
 
 
 def fixed_setup(request: PlanRequest, problems: Problems) -> Setup:
@@ -457,10 +445,8 @@ def _check_machines(options: PlanOptions, machine: rates.Machine | None, problem
         )
     elif devices > together and devices % together:
         instead = "" if calibrated else f", or --gpus_per_machine {divisors_around(devices, together)}"
-        problems.add(
-            f"--gpus {devices}: are not whole machines of {together} GPUs: take --gpus "
-            f"{multiples_around(devices, together)}{instead}"
-        )
+        cure = f"take --gpus {multiples_around(devices, together)}{instead}"
+        problems.add(f"--gpus {devices}: are not whole machines of {together} GPUs: {cure}")
 
 
 def _check_ignored(options: PlanOptions, problems: Problems) -> None:

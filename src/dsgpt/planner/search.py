@@ -87,7 +87,7 @@ def _judge(request: PlanRequest, prices: PriceTable, candidate: CandidateSetup, 
     check_split(training, problems)
     ranks = request.devices // plain.parallel_of(candidate.run_type).ranks_per_copy
     if not problems:
-        plan_batch(total, None, None, ranks=ranks, enforce_global=False, problems=problems, notices=[])
+        plan_batch(total, None, None, ranks=ranks, problems=problems, keep=None)
     try:
         problems.raise_if_any()
     except UserError as error:  # its first line, without the name of the file that is not written yet
