@@ -107,7 +107,7 @@ def _check_masks(request: RunRequest, problems: Problems) -> None:
 def _check_exact(request: RunRequest, problems: Problems) -> None:
     """Refuse ``--exact`` where the bits of the weights would depend on the number of ranks."""
     options, sizes, ranks = request.options, request.sizes, request.topology.world_size // request.sizes.ranks_per_copy
-    optimized, precision = options.run_type == "optimized", request.precision
+    optimized, precision, threads = options.run_type == "optimized", request.precision, options.threads_per_device or 1
     offloads = request.recipe.offloads if optimized else request.recipe.dsgpt.fsdp.cpu_offload
     reasons = {
         "tensor ranks, which add up parts of every activation": optimized and sizes.tensor > 1,
@@ -118,9 +118,7 @@ def _check_exact(request: RunRequest, problems: Problems) -> None:
         "--check_invariants, which looks at the gradients that it replaces": options.check_invariants,
         f"{precision}, in which ranks exchange rounded gradients": precision not in {None, "fp32"},
         "a GPU, on which nobody has compared the weights": request.device == "cuda",
-        f"{options.threads_per_device} threads, among which kernels divide their sums": (
-            (options.threads_per_device or 1) > 1
-        ),
+        f"{threads} threads, among which kernels divide their sums": threads > 1,
         f"{ranks} data ranks, by which a mean is not exact: take a power of two": ranks & (ranks - 1),
     }
     for why in (why for why, holds in reasons.items() if holds):

@@ -123,9 +123,7 @@ _PLACE_HERE = value(
     must_be="a folder of this machine (--save_to copies checkpoints to an address)",
 )
 _SHARE = value(float, accepts=lambda share: 0 <= share < 1, must_be="a number of at least 0 and below 1")
-_INTERVAL = value(
-    float, accepts=lambda sec: sec == 0 or 0.1 <= sec < math.inf, must_be="0, or a number of at least 0.1"
-)
+_INTERVAL = value(float, accepts=lambda s: s == 0 or 0.1 <= s < math.inf, must_be="0, or a number of at least 0.1")
 _LONG = value(float, accepts=lambda seconds: 20 <= seconds < math.inf, must_be="a number of at least 20")
 _NOTICE = value(
     str, accepts=lambda word: word in SPOT_PROVIDERS or "/" in word, must_be="aws, gcp, azure or a path with /"

@@ -153,24 +153,20 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
         notices += compatibility.compatibility_notices(request)
         if batch := split_batch(request, problems, notices):
             allowed = compatibility.check_version(request, batch.gradient_accumulation_steps, problems, notices)
-    length = _plan_length(inputs, batch, problems=problems, notices=notices)
+    length = _length(inputs, batch, problems=problems, notices=notices)
     problems.raise_if_any()
     assert request and length  # each is None only if a problem says why
     recipe, init_from = request.recipe, inputs.init_from
     if init_from and inputs.model and init_from.sha256 is None:
         init_from.weights(inputs.model, quiet=not topology.is_main)
-    warm_up = recipe.scheduler.warmup_num_steps if recipe.scheduler else 0
-    if length.total_steps <= warm_up:
-        inside = f"inside the {warm_up} warm-up steps of {recipe.path}"
-        notices.append(f"the run ends at step {length.total_steps}, {inside}")
+    warm_up, steps = recipe.scheduler.warmup_num_steps if recipe.scheduler else 0, length.total_steps
+    if steps <= warm_up:
+        notices.append(f"the run ends at step {steps}, inside the {warm_up} warm-up steps of {recipe.path}")
     notices += filter(None, [slow_precision(inputs.precision, device=inputs.device)])
     resolved = {
-        "topology": request.split_topology,
-        "batch": batch,
+        **{"topology": request.split_topology, "batch": batch, "notices": tuple(notices), "allowed_faults": allowed},
         "threads_per_device": options.threads_per_device or (1 if inputs.device == "cpu" else None),
         "steps_per_print": options.steps_per_print or recipe.steps_per_print or DEFAULT_STEPS_PER_PRINT,
-        "notices": tuple(notices),
-        "allowed_faults": allowed,
     }
     return RunConfig(**vars(inputs) | vars(length) | resolved)
 
@@ -291,9 +287,7 @@ def plan_batch(
     )
 
 
-def _plan_length(
-    inputs: Inputs, batch: BatchPlan | None, *, problems: Problems, notices: list[str]
-) -> LengthPlan | None:
+def _length(inputs: Inputs, batch: BatchPlan | None, *, problems: Problems, notices: list[str]) -> LengthPlan | None:
     """Compute the length of a run.
 
     Args:

@@ -241,12 +241,10 @@ def message_sec(clock: Clock, operation: str, size: int) -> float:
 
 
 def _sending_sec(clock: Clock, operation: str, precision: str, size: int) -> float:
-    ranks, dtype = dist.get_world_size(), DTYPES[precision]
-    whole, other = (
-        torch.zeros(size // dtype.itemsize // ranks * ranks, dtype=dtype, device=clock.device) for _ in "ab"
-    )
-    part, partner = other[: len(other) // ranks], dist.get_rank() ^ 1
-    sender = dist.get_rank() % 2 == 0
+    ranks, rank, dtype = dist.get_world_size(), dist.get_rank(), DTYPES[precision]
+    share, partner, sender = size // dtype.itemsize // ranks, rank ^ 1, rank % 2 == 0
+    whole, other = (torch.zeros(share * ranks, dtype=dtype, device=clock.device) for _ in "ab")
+    part = other[:share]
 
     def send() -> None:
         if partner < ranks:
@@ -320,11 +318,9 @@ def measure_ceilings(kind: str, *, devices: int, seconds: float) -> dict[str, An
 
 def _measure_rank(rank: int, queue: Any, kind: str, devices: int, seconds: float) -> NoReturn:
     """The process of a rank: time every operation. Rank 0 shows how far it is, and sends the slowest rank's figures."""
-    topology = Topology(
-        rank=rank, local_rank=rank, world_size=devices, local_world_size=devices, launcher="calibration"
-    )
+    here = Topology(rank=rank, local_rank=rank, world_size=devices, local_world_size=devices, launcher="calibration")
     device = bring_up(kind, local_rank=rank, threads=THREADS[kind])
-    with joined(topology, device), torch.enable_grad():
+    with joined(here, device), torch.enable_grad():
         clock = Clock(device, seconds=seconds)
         ceilings: dict[str, Any] = {"devices": devices}
         hidden = rank > 0 or not sys.stderr.isatty()

@@ -18,7 +18,6 @@ from dsgpt.planner.pytorch_formulas import (
     Copied,
     ModelState,
     Moment,
-    Place,
     Planned,
     Shares,
     Traffic,
@@ -172,10 +171,13 @@ class DeepSpeed(Planned):
     def reduced(self, operation: str, elements: int) -> Traffic:
         """Traffic of the gradients of ``elements``, for all reductions of a step.
 
-        The number of calls follows from the recipe's bucket size.
+        The number of calls follows from the recipe's bucket size. If they are reduced once per step, that is before
+        the step; ZeRO-1 with ``overlap_comm`` does so in the last backward pass.
         """
         zero, width = self.setup.recipe.zero_optimization, self.gradient_width
         size = self.reductions * width * elements
+        at_end = zero.stage == 1 and zero.overlap_comm and not self.setup.uses_bf16_optimizer
+        place = self.last_backward if at_end else (BEFORE_STEP, None)
         return Traffic(
             what="gradients",
             operation=operation,
@@ -184,7 +186,7 @@ class DeepSpeed(Planned):
             summed_width=width,
             calls=self.reductions + math.ceil(size / (width * zero.reduce_bucket_size)),
             passes=(0, int(self.reduces_each_micro_batch)),
-            once={} if self.reduces_each_micro_batch else {self.reduction_place: 1},
+            once={} if self.reduces_each_micro_batch else {place: 1},
             **self.overlap,
         )
 
@@ -199,11 +201,6 @@ class DeepSpeed(Planned):
         if not zero.overlap_comm or not zero.stage:
             return {}
         return {"behind": (count / 2, count / 2) if zero.stage == 3 else (0, count), "hidden": layers / (layers + 1)}
-
-    @property
-    def reduction_place(self) -> Place:
-        """Place in the step at which gradients are reduced, if that is once per step."""
-        return BEFORE_STEP, None
 
     # Copies to the host.
 
@@ -465,11 +462,6 @@ class Zero1(Flat):
             Moment(name="evaluation", parts={"gradients": away}),
         ]
         return self.with_offload_buffers(moments, rank, device)
-
-    @property
-    def reduction_place(self) -> Place:
-        """The last backward pass with ``overlap_comm``, otherwise before the step."""
-        return self.last_backward if self.setup.recipe.zero_optimization.overlap_comm else (BEFORE_STEP, None)
 
     def copied_around_reductions(self) -> float:
         """Bytes per element: 4w to the bucket and back, unless a rank is alone; 8/n to make the fp32 part flat."""

@@ -188,11 +188,9 @@ def peak_memory(setup: Setup, *, rank: int = 0, device: str = "cpu", among: Coll
 
 def worst_peak(setup: Setup, *, device: str = "cpu", among: Collection[str] = MOMENTS) -> tuple[int, Peak]:
     """The rank that needs the most memory, and its peak."""
-    peaks = {
-        rank: peak_memory(setup, rank=rank, device=device, among=among) for rank in strategy_of(setup).distinct_ranks
-    }
-    worst = max(peaks, key=lambda rank: peaks[rank].total)
-    return worst, peaks[worst]
+    ranks = strategy_of(setup).distinct_ranks
+    peaks = {rank: peak_memory(setup, rank=rank, device=device, among=among) for rank in ranks}
+    return max(peaks.items(), key=lambda each: each[1].total)
 
 
 def _transient(setup: Setup, moment: pytorch_formulas.Moment, rank: int, device: str) -> dict[str, int]:

@@ -148,10 +148,6 @@ class Price:
     network_more_sources: list[str] = field(default_factory=list)
     """Pages that name the cards and the link, if it is another than ``network_source``."""
 
-    def usd_per_hour(self, *, spot: bool) -> float | None:
-        """Price of the whole instance; None where no list price is known."""
-        return self.spot_usd_per_hour if spot else self.on_demand_usd_per_hour
-
 
 @dataclass(frozen=True, kw_only=True)
 class PriceTable:

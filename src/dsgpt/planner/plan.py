@@ -140,7 +140,8 @@ class Plan:
             return [cost("your price", options.price_per_gpu_hour * gpus, seconds=seconds)]
         offers = []
         for price in self.prices.prices:
-            hourly, wanted = price.usd_per_hour(spot=spot), options.instance in {None, price.instance}
+            hourly = price.spot_usd_per_hour if spot else price.on_demand_usd_per_hour
+            wanted = options.instance in {None, price.instance}
             if hourly and wanted and price.gpu == self.machine.name and price.gpus >= min(gpus, self.machine.devices):
                 name, instances = f"{price.provider} {price.instance}{', spot' if spot else ''}", -(-gpus // price.gpus)
                 row = {"instances": instances, "known_on": price.known_on, "source": price.source}

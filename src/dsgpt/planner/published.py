@@ -91,9 +91,7 @@ def published_page() -> str:
         "memory bandwidth": MEMORY,
         "link bandwidth": LINK,
     }
-    assumed = [
-        f"| {name} | {each.least:.0%} | {each.likely:.0%} | {each.most:.0%} |\n" for name, each in shares.items()
-    ]
+    assumed = [f"| {name} | {one.least:.0%} | {one.likely:.0%} | {one.most:.0%} |\n" for name, one in shares.items()]
     parts = {"figures": "".join(figures), "remarks": "".join(remarks), "shares": "".join(assumed)}
     return PUBLISHED.with_suffix(".txt").read_text(encoding="utf-8").format(inside=inside, rows=len(figures), **parts)
 

@@ -660,10 +660,11 @@ def utilisation(
     peak: float | None = gpu.peak(precision) if gpu else None
     if calibration is not None and hardware.get("device") == "cpu":
         here = calibration.hardware | {"threads_per_device": calibration.threads_per_device}
-        same = all(
-            here.get(key) == hardware.get(key) for key in ("device", "cpu_name", "cpu_count", "threads_per_device")
-        )
-        if same and (ranks := hardware.get("local_world_size")) is not None:
+        same = ("device", "cpu_name", "cpu_count", "threads_per_device")
+        if (
+            all(here.get(key) == hardware.get(key) for key in same)
+            and (ranks := hardware.get("local_world_size")) is not None
+        ):
             ceilings = at_ranks({each.devices: each for each in calibration.ceilings}, ranks)
             by_width = ceilings.matrix_flops_per_sec.get(precision, {})
             peak = max((rate for by_rows in by_width.values() for rate in by_rows.values()), default=None)

@@ -261,11 +261,10 @@ class PlanRequest:
         """The request as training's own checks take it."""
         batch = ("global_batch_size", "micro_batch_size_per_gpu", "grad_accum_steps")
         sizes, masks = {name: getattr(self.options, name) for name in batch}, self.options.mask_documents is not None
+        ranks = self.devices
         return RunRequest(
             options=Options(run_type=run_type, mask_documents=masks, **sizes),
-            topology=Topology(
-                rank=0, local_rank=0, world_size=self.devices, local_world_size=self.devices, launcher="deepspeed"
-            ),
+            topology=Topology(rank=0, local_rank=0, world_size=ranks, local_world_size=ranks, launcher="deepspeed"),
             recipe=recipe,
             model=self.model,
             seq_length=self.seq_length,

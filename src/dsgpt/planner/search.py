@@ -259,13 +259,9 @@ def command_text(best: Plan) -> str:
     request, options, launcher = best.request, best.request.options, launcher_of(best)
     if launcher == "kubernetes":
         return f"#!/bin/sh\nexec kubectl create -f {shlex.quote((options.into / JOB).as_posix())}\n"
-    words = job_words(
-        launcher,
-        machines=request.machines,
-        devices=devices_per_machine(request),
-        gpus=request.machine.kind == "cuda",
-        launch="launch" if IN_CHECKOUT else str(REPOSITORY / "launch"),
-    )
+    machines, on_gpus = request.machines, request.machine.kind == "cuda"
+    launch = "launch" if IN_CHECKOUT else str(REPOSITORY / "launch")
+    words = job_words(launcher, machines=machines, devices=devices_per_machine(request), gpus=on_gpus, launch=launch)
     missing = "is missing: download_data.py and preprocess.py of data_prep/ make it (--dataset names the text)"
     lines = [
         f"for file in {shlex.join([options.train_data_path.as_posix(), options.val_data_path.as_posix()])}; do",
@@ -276,9 +272,9 @@ def command_text(best: Plan) -> str:
         else f'PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"',
         f'exec {shlex.join([*words, *training_flags(best)])} "$@"',
     ]
-    if request.machines > 1 and launcher == "torchrun":
-        lines.insert(-1, f'export NODES="${{NODES:-{request.machines}}}"')
-    if request.machines > 1 and launcher != "python":
+    if machines > 1 and launcher == "torchrun":
+        lines.insert(-1, f'export NODES="${{NODES:-{machines}}}"')
+    if machines > 1 and launcher != "python":
         network = next(each for each in best.assumptions if each.what.startswith("network"))
         lines.insert(0, f"# Planned for a {assumption_in_words(network)}.")
         if launcher == "torchrun":
