@@ -223,8 +223,7 @@ def test_a_dry_run_is_refused_and_the_user_may_insist_which_is_recorded(here, mo
     assert resolved(here, run_type="optimized", precision="bf16").allowed_faults == ("issues/7837",)
     assert train(words) == 0
     assert f"{ALLOW}=1 lets DeepSpeed 0.18.5 train, though gradients are divided" in capsys.readouterr().out
-    record = json.loads((here / "run" / "training_metrics.json").read_text())
-    assert record["env"]["allowed_faults"] == "issues/7837"
+    assert json.loads((here / "run" / "training_metrics.json").read_text())["env"]["allowed_faults"] == "issues/7837"
 
 
 def test_the_page_shows_the_table_and_the_pin():

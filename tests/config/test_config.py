@@ -78,8 +78,7 @@ def test_a_request_is_refused_or_the_same_work_on_any_ranks(here, request):
         batch.gradient_accumulation_steps,
     )
     assert config.steps_per_print == flags.get("steps_per_print", recipe.get("steps_per_print", 10))
-    written = "bf16" if recipe.get("bf16", {}).get("enabled") else "fp32"
-    assert config.precision == flags.get("precision", written)
+    assert config.precision == flags.get("precision", "bf16" if recipe.get("bf16", {}).get("enabled") else "fp32")
     assert config.order == SampleOrder(windows=40, global_batch_size=total, seed=config.options.seed)
     assert config.total_steps == 40 // total
 

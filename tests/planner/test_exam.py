@@ -66,8 +66,7 @@ def test_each_constant_has_a_source_and_makes_the_score_better(asked, ratios):
 
 def test_no_constant_is_of_a_row_or_of_a_model():
     """Names end in a family of GPUs, in a kind of network, or say nothing of either."""
-    ends = {name.partition(".")[2] for name in constants()}
-    assert ends == {"", "a100", "h100", "v100", "other", "omni-path"}
+    assert {name.partition(".")[2] for name in constants()} == {"", "a100", "h100", "v100", "other", "omni-path"}
 
 
 def test_the_residuals_are_those_of_the_constants(asked, ratios):
@@ -165,8 +164,7 @@ def test_others_keep_their_own_parts_in_memory():
     def setup(name):
         return setup_of(read_row(rows[name]))
 
-    kept = [setup(f"bs-gpt2md-{line}").checkpoints_kept for line in (432, 446, 213)]
-    assert kept == [1 / 4, 0, 1]
+    assert [setup(f"bs-gpt2md-{line}").checkpoints_kept for line in (432, 446, 213)] == [1 / 4, 0, 1]
     for name in ("mli-gpt2m-dp2", "mli-gpt2m-dp2-acc4", "mli-gpt2m-tp2"):
         measured = rows[name]["memory_allocated_gb"] * 1e9
         assert memory_of(setup(name), machine_of(read_row(rows[name])))[0] == pytest.approx(measured, rel=0.02)

@@ -342,8 +342,7 @@ def test_a_datasheet_stands_for_what_a_calibration_lacks(lacking, fields, name):
         del each[lacking]
     found = calibrated(record)
     assert [getattr(found.rates, each) for each in fields] == [getattr(H100.rates, each) for each in fields]
-    others = replace(found.rates, **{each: getattr(everything.rates, each) for each in fields})
-    assert others == everything.rates
+    assert replace(found.rates, **{each: getattr(everything.rates, each) for each in fields}) == everything.rates
     assert [getattr(found.slowest, each) for each in fields] == [getattr(H100.slowest, each) for each in fields]
     assert set(found.unmeasured) >= {name or "memory of the host"}
     if lacking not in {"kernel_sec", "bus_bytes_per_sec"}:
@@ -465,6 +464,5 @@ def test_the_median_of_the_runs_counts_within_bounds():
     slower = corrected(replace(MACHINE, basis="x"), runs)
     assert slower.rates.memory == MACHINE.rates.memory / 1.25
     assert slower.basis == "x; corrected by your last 3 runs here: planned 1,000, measured 500 to 820 tokens/s"
-    far = corrected(MACHINE, [OwnRun(planned=1000.0, measured=1.0)])
-    assert far.rates.memory == MACHINE.rates.memory / MOST
+    assert corrected(MACHINE, [OwnRun(planned=1000.0, measured=1.0)]).rates.memory == MACHINE.rates.memory / MOST
     assert corrected(MACHINE, []) == MACHINE

@@ -54,8 +54,7 @@ def test_parameters_are_the_models(model):
     parts, shapes = model_parameters(model), parameter_shapes(model)
     assert [(part.name, part.shape) for part in parts] == [(name, tuple(shape)) for name, shape in shapes.items()]
     assert all(part.decays == decays(part.name) and part.splits == is_split(part.name) for part in parts)
-    padding = (model.padded_vocab_size - model.vocab_size) * model.n_embd
-    assert total(parts) == model.parameter_count() + padding
+    assert total(parts) == model.parameter_count() + (model.padded_vocab_size - model.vocab_size) * model.n_embd
 
 
 def test_layers_are_dealt_as_deepspeed_deals_them():
@@ -266,8 +265,7 @@ STAY = {"zero0": 0, "zero1": 4, "zero2": 0, "zero2_offload": 4 / 8, "zero3": 4 /
 def test_an_evaluation_needs_the_gradients_that_stay(setup, recipe):
     training = setup(recipe, model=MODEL, world_size=8, precision="bf16", seq_length=64)
     evaluation, step = (peak_memory(training, among=among) for among in ({"evaluation"}, STEP))
-    expected = STAY[recipe] * total(model_parameters(MODEL))
-    assert evaluation.parts["gradients"] == pytest.approx(expected, rel=0.01)
+    assert evaluation.parts["gradients"] == pytest.approx(STAY[recipe] * total(model_parameters(MODEL)), rel=0.01)
     assert peak_memory(training).total >= max(evaluation.total, step.total)
 
 

@@ -68,9 +68,8 @@ def test_interruptions_are_counted_and_the_best_interval_of_saves_is_planned(pla
     assert lost > 0
     assert rough["seconds"] == pytest.approx(sum(rough["parts"].values()) + lost)
     assert rough["parts"]["steps"] == calm["parts"]["steps"]
-    saves = math.ceil(rough["steps"] / rough["save_every"])
     one = calm["parts"]["checkpoints"] / math.ceil(calm["steps"] / 500)
-    assert rough["parts"]["checkpoints"] == pytest.approx(saves * one)
+    assert rough["parts"]["checkpoints"] == pytest.approx(math.ceil(rough["steps"] / rough["save_every"]) * one)
     assert rough["restart_seconds"] == pytest.approx(60 + one)
     young = math.sqrt(2 * one * 8 * 3600) / (calm["parts"]["steps"] / calm["steps"])
     assert rough["save_every"] == pytest.approx(young, rel=0.1)
@@ -167,8 +166,7 @@ def test_who_holds_what():
     assert held_in_words(setup, 0) == "embedding, blocks 0-17, matrices 1/2, data 1/2"
     assert held_in_words(setup, 3) == "embedding, blocks 0-17, matrices 2/2, data 2/2"
     assert held_in_words(setup, 6) == "embedding, blocks 18-35, matrices 1/2, data 2/2"
-    whole = replace(setup, run_type="ddp")
-    assert held_in_words(whole, 5) == "all layers, data 6/8"
+    assert held_in_words(replace(setup, run_type="ddp"), 5) == "all layers, data 6/8"
 
 
 # The page of published figures says what the planner predicts now.
@@ -346,8 +344,7 @@ def searched(line: str) -> list[Judged]:
 def everything(request: PlanRequest) -> dict[str, list[Plan]]:
     """The plans of every candidate, with and without checkpointing, at every micro batch, that fit into memory."""
     fitting: dict[str, list[Plan]] = {}
-    candidates = candidate_setups(request.devices, together=8)
-    for candidate, checkpointing in product(candidates, (False, True)):
+    for candidate, checkpointing in product(candidate_setups(request.devices, together=8), (False, True)):
         total = request.options.global_batch_size
         recipe = candidate.recipe(request.recipe, Path("recipe.json"), train_batch_size=total)
         problems = Problems()

@@ -96,8 +96,7 @@ def test_offload_copies_gradients_as_deepspeed_does(setup, recipe, precision, ba
 
 def test_fsdp_copies_what_stays_gathered_once(setup):
     """Blocks have 85.1 million elements, embeddings and last LayerNorm 39.4 million, of which a rank has an eighth."""
-    offload = {"dsgpt": {"fsdp": {"cpu_offload": True}}}
-    training = setup(top=offload, gradient_accumulation_steps=8, **SMALL | FSDP)
+    training = setup(top={"dsgpt": {"fsdp": {"cpu_offload": True}}}, gradient_accumulation_steps=8, **SMALL | FSDP)
     assert megabytes(training, "weights") == (0, round((16 * 85.05 + 39.42) * 4 / 8))
     assert megabytes(training, "gradients") == (62, 0)
 
@@ -253,8 +252,7 @@ def test_one_micro_batch_passes_all_stages_as_long_as_a_single_one(setup, layers
     fields, endless = {"model": model, "precision": "fp32"}, machine(memory=1e30, bus={1: 1e30}, kernel_sec=0)
 
     def seconds(name: str, micro_batches: int, **more) -> float:
-        found = setup(name, gradient_accumulation_steps=micro_batches, **fields | more)
-        return predict_step(found, endless).seconds
+        return predict_step(setup(name, gradient_accumulation_steps=micro_batches, **fields | more), endless).seconds
 
     whole, deep = seconds("zero0", 1, world_size=1), seconds("pipeline", 1, top=top)
     assert deep == pytest.approx(whole)

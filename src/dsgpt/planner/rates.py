@@ -551,6 +551,7 @@ def _datasheet_rates(
     peaks = {name: peak for name in ("fp32", "bf16", "fp16") if (peak := gpu.peak(name))}
     units = min(1.0, max(peaks.values()) / _FULL_WIDTH)
     memory = of(shares["memory"]) * gpu.memory_bytes_per_sec
+    as_fitted: dict[str, Any] = {name: values[name] for name in _AS_FITTED if name in values}
     return Rates(
         matrix={name: {1: {1: of(shares["matrix products"]) * peak}} for name, peak in peaks.items()},
         attention={name: {1: {1: of(shares["attention"]) * peak}} for name, peak in peaks.items()},
@@ -566,7 +567,7 @@ def _datasheet_rates(
         disk=of(DISK_BYTES_PER_SEC),
         half_width=values.get("half_width", 0.0) * units,
         half_rows=values.get("half_rows", 0.0) * units,
-        **{name: values[name] for name in _AS_FITTED if name in values},
+        **as_fitted,
         host_sec=values.get("host_sec", 0.0) * of(KERNEL_SEC) / KERNEL_SEC.likely,
     )
 
