@@ -117,11 +117,8 @@ def path_or_address(text: str) -> Path | str:
     return text if "://" in text else Path(text)
 
 
-_PLACE_HERE = value(
-    path_or_address,
-    accepts=lambda place: isinstance(place, Path),
-    must_be="a folder of this machine (--save_to copies checkpoints to an address)",
-)
+_FOLDER = "a folder of this machine (--save_to copies checkpoints to an address)"
+_PLACE_HERE = value(path_or_address, accepts=lambda place: isinstance(place, Path), must_be=_FOLDER)
 _SHARE = value(float, accepts=lambda share: 0 <= share < 1, must_be="a number of at least 0 and below 1")
 _INTERVAL = value(float, accepts=lambda s: s == 0 or 0.1 <= s < math.inf, must_be="0, or a number of at least 0.1")
 _LONG = value(float, accepts=lambda seconds: 20 <= seconds < math.inf, must_be="a number of at least 20")

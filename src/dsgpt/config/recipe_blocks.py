@@ -547,9 +547,8 @@ class RecipeSettings(Block):
         "compression_training": "DeepSpeed is removing it",
         "communication_data_type": "another type rounds the gradients differently; leave it out",
         **dict.fromkeys(("curriculum_learning", "data_efficiency"), "it changes which samples are seen; leave it out"),
-        **dict.fromkeys(
-            ("prescale_gradients", "gradient_predivide_factor"), "it rounds the gradients differently; leave it out"
-        ),
+        "prescale_gradients": "it rounds the gradients differently; leave it out",
+        "gradient_predivide_factor": "it rounds the gradients differently; leave it out",
         **dict.fromkeys(("comms_logger", "flops_profiler"), "this version does not implement it; leave it out"),
         "log_level": "this program decides what is printed; leave it out",
         "autotuning": "leave it out",

@@ -20,15 +20,7 @@ from tqdm import tqdm
 from dsgpt.common.files import remove, write_json_atomic
 from dsgpt.common.text import counted
 from dsgpt.formats.tensor_files import DTYPES
-from dsgpt.machine.device import (
-    bring_up,
-    cuda_devices,
-    default_precision,
-    describe_hardware,
-    gather_objects,
-    joined,
-    software_versions,
-)
+from dsgpt.machine import device as local
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.topology import Topology, free_port, ring_factor
 from dsgpt.model.linear_cross_entropy import CACHED
@@ -280,16 +272,15 @@ def operations_of(kind: str, *, devices: int) -> list[tuple[Callable[..., float]
     """Every operation that is timed, with its arguments: the keys under which its figure is stored."""
     precisions: tuple[str, ...] = ("fp32", "bf16")
     if kind == "cuda":
-        precisions = tuple(dict.fromkeys(("fp32", default_precision(kind), "fp16")))
+        precisions = tuple(dict.fromkeys(("fp32", local.default_precision(kind), "fp16")))
     operations: list[tuple[Callable[..., float], tuple[str | int, ...]]] = [
         *((matrix_flops_per_sec, each) for each in itertools.product(precisions, WIDTHS[kind], ROWS[kind])),
         *((attention_flops_per_sec, each) for each in itertools.product(precisions, HEAD_SIZES[kind], LENGTHS[kind])),
         *((elementwise_bytes_per_sec, (each,)) for each in precisions),
         *((logits_per_sec, (each,)) for each in precisions),
         *((operation, ()) for operation in (triad_bytes_per_sec, operation_sec, host_link_bytes_per_sec)),
+        *([(kernel_sec, ())] if kind == "cuda" else []),
     ]
-    if kind == "cuda":
-        operations.append((kernel_sec, ()))
     if devices > 1:
         sums = itertools.product(("all_reduce", "reduce_scatter"), precisions)
         moves = itertools.product(("all_gather", "all_to_all", "send"), ("fp32",))
@@ -319,8 +310,8 @@ def measure_ceilings(kind: str, *, devices: int, seconds: float) -> dict[str, An
 def _measure_rank(rank: int, queue: Any, kind: str, devices: int, seconds: float) -> NoReturn:
     """The process of a rank: time every operation. Rank 0 shows how far it is, and sends the slowest rank's figures."""
     here = Topology(rank=rank, local_rank=rank, world_size=devices, local_world_size=devices, launcher="calibration")
-    device = bring_up(kind, local_rank=rank, threads=THREADS[kind])
-    with joined(here, device), torch.enable_grad():
+    device = local.bring_up(kind, local_rank=rank, threads=THREADS[kind])
+    with local.joined(here, device), torch.enable_grad():
         clock = Clock(device, seconds=seconds)
         ceilings: dict[str, Any] = {"devices": devices}
         hidden = rank > 0 or not sys.stderr.isatty()
@@ -329,7 +320,7 @@ def _measure_rank(rank: int, queue: Any, kind: str, devices: int, seconds: float
             dist.barrier()
             bar.set_postfix_str(operation.__name__.removesuffix("_per_sec").replace("_", " "))
             keys = [operation.__name__, *map(str, arguments)]
-            figures = gather_objects(operation(clock, *arguments))
+            figures = local.gather_objects(operation(clock, *arguments))
             place = ceilings
             for key in keys[:-1]:
                 place = place.setdefault(key, {})
@@ -357,9 +348,9 @@ def calibrate(path: Path, *, seconds: float, devices: int | None = None) -> dict
         What was written.
     """
     started = time.perf_counter()
-    kind = "cuda" if cuda_devices() else "cpu"
-    hardware = describe_hardware(kind)
-    most = devices or (cuda_devices() if kind == "cuda" else int(str(hardware["cpu_count"])))
+    kind = "cuda" if local.cuda_devices() else "cpu"
+    hardware = local.describe_hardware(kind)
+    most = devices or (local.cuda_devices() if kind == "cuda" else int(str(hardware["cpu_count"])))
     counts = sorted({1, most})
     steps = [operations_of(kind, devices=count) for count in counts]
     each = max(_LEAST_SEC, (seconds - _START_SEC[kind] * len(counts)) / sum(map(len, steps)) / 1.6)  # warm-up and data
@@ -371,7 +362,7 @@ def calibrate(path: Path, *, seconds: float, devices: int | None = None) -> dict
     record = {
         **{"schema_version": SCHEMA_VERSION, "timestamp_utc": datetime.now(UTC).isoformat(timespec="seconds")},
         "machine": f"{hardware['gpu_name']} x {most}" if hardware["gpu_name"] else machine,
-        **{"hardware": hardware, "env": software_versions()},
+        **{"hardware": hardware, "env": local.software_versions()},
         "memory_bytes_per_device": int(str(hardware["gpu_memory_bytes"])) if kind == "cuda" else host,
         **{"host_bytes_per_device": host, "threads_per_device": THREADS[kind]},
         **{"seconds": round(time.perf_counter() - started, 1), "disk_bytes_per_sec": disk, "ceilings": ceilings},

@@ -632,12 +632,9 @@ class Zero3(DeepSpeed):
         setup, ranks = self.setup, self.setup.zero_ranks
         own, sub_groups = self.stepped_elements(rank), self.sub_groups(rank)
         whole = ranks * self.pieces(self.persistent(rank)) if ranks > 1 else 0  # one rank's pieces are the parameters
-        sizes = {
-            "parameters": setup.low * (own + whole),
-            "gradients": FULL * (own + (own if self.steps_on_host else max(sub_groups))),
-            "optimizer": self.optimizer_state(own, tensors=len(sub_groups)),
-            "master": FULL * own,
-        }
+        sizes = {"parameters": setup.low * (own + whole), "master": FULL * own}
+        sizes["gradients"] = FULL * (own + (own if self.steps_on_host else max(sub_groups)))
+        sizes["optimizer"] = self.optimizer_state(own, tensors=len(sub_groups))
         stays = set() if self.steps_on_host else {"gradients", "optimizer", "master"}
         stays |= {"parameters"} if setup.recipe.offload_param == "none" else set()
         away = sizes | {"parameters": setup.low * own}

@@ -184,9 +184,8 @@ def read_prices(path: Path | None = None) -> PriceTable:
     try:
         return read_as(path or PRICES, PriceTable)
     except JsonError as error:
-        raise UserError(
-            f"--prices {path}: cannot be read as a price table ({error}); src/dsgpt/planner/prices.json is one"
-        ) from error
+        one = "src/dsgpt/planner/prices.json is one"
+        raise UserError(f"--prices {path}: cannot be read as a price table ({error}); {one}") from error
 
 
 def find_instance(table: PriceTable, name: str) -> Price:

@@ -22,6 +22,7 @@ STRATEGIES = (
 """Values of ``--strategy``: run types of plain PyTorch, and recipes of ``ds_configs``."""
 JOB_LAUNCHERS = ("python", "deepspeed", "torchrun", "slurm", "kubernetes")
 """Starters of the ranks of a user's training, on one machine or on several."""
+_LAUNCHED = f"what starts the ranks of the written command: {', '.join(JOB_LAUNCHERS)} (default: what suits it)"
 _COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _ELSEWHERE = {
@@ -140,11 +141,7 @@ class PlanOptions:
     """Longest training, in seconds."""
     into: Path = flag(Path, "DIR", default=Path("plan"))
     """folder of the recommended recipe and command (default: %(default)s)"""
-    launcher: str | None = flag(
-        choice(JOB_LAUNCHERS),
-        "KIND",
-        f"what starts the ranks of the written command: {', '.join(JOB_LAUNCHERS)} (default: what suits it)",
-    )
+    launcher: str | None = flag(choice(JOB_LAUNCHERS), "KIND", _LAUNCHED)
     train_data_path: Path = flag(Path, "BIN", default=Path("data/openwebtext/train.bin"))
     """token file of the written command (default: %(default)s)"""
     val_data_path: Path = flag(Path, "BIN", default=Path("data/openwebtext/val.bin"))

@@ -183,9 +183,8 @@ class Plan:
         today = datetime.datetime.now(tz=datetime.UTC).date()
         dates = sorted(cost.known_on for cost in self.costs if cost.known_on)
         if dates and (today - datetime.date.fromisoformat(dates[0])).days > _YEAR:
-            lines.append(
-                f"list prices of {dates[0]} are over a year old: check their source, or give --price_per_gpu_hour"
-            )
+            cure = "check their source, or give --price_per_gpu_hour"
+            lines.append(f"list prices of {dates[0]} are over a year old: {cure}")
         return lines
 
     @property
@@ -423,16 +422,13 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     """The plan as JSON; times in seconds, sizes in bytes, money in US dollars."""
     setup, several = plan.setup, plan.request.machines > 1
     planned = {
-        "schema_version": SCHEMA_VERSION,
-        "strategy": setup.strategy_name,
-        "run_type": setup.run_type,
+        **{"schema_version": SCHEMA_VERSION, "strategy": setup.strategy_name, "run_type": setup.run_type},
         "model": setup.model.as_dict() | {"parameters": setup.model.parameter_count()},
         "machine": {"name": plan.machine.name, "devices": setup.world_size, "rates": plan.machine.basis}
         | {"fingerprint": plan.machine.fingerprint}
         | {"network_gbps": plan.machine.network_gbps if several else None},
         **{name: getattr(setup, name) for name in _SHOWN},
-        "parallel_sizes": asdict(setup.sizes),
-        "activation_checkpointing": setup.activation_checkpointing,
+        **{"parallel_sizes": asdict(setup.sizes), "activation_checkpointing": setup.activation_checkpointing},
         "attended_length": setup.attended,
         "memory": {
             **{"fits": plan.fits, "rank": plan.rank, "moment": plan.peak.moment, "bytes": plan.peak.total},

@@ -278,7 +278,8 @@ class Planned:
 
     def optimizer_state(self, elements: int, *, tensors: int) -> int:
         """Bytes of moments, 4m per element, and of Adam's counter per tensor, which DeepSpeed's CPU Adam lacks."""
-        counts = self.setup.recipe.optimizer.type == "AdamW" and not self.setup.uses_deepspeed_adam
+        recipe, deepspeed = self.setup.recipe, self.setup.run_type == "optimized"
+        counts = recipe.optimizer.type == "AdamW" and not (deepspeed and recipe.uses_deepspeed_adam)
         return self.setup.moments * FULL * elements + (FULL * tensors if counts else 0)
 
 
@@ -324,9 +325,8 @@ class Ddp(Baseline):
         """
         setup, elements, embedding = self.setup, self.elements(0), embedding_bytes(self.setup)
         several = setup.gradient_accumulation_steps > 1 and setup.accumulation == "whole"
-        buckets, separate = setup.low * elements, setup.low != FULL
-        if not setup.recipe.dsgpt.ddp.gradient_as_bucket_view:
-            buckets *= 2
+        copies = 1 if setup.recipe.dsgpt.ddp.gradient_as_bucket_view else 2
+        buckets, separate = copies * setup.low * elements, setup.low != FULL
         earlier = {"buckets": buckets, "gradients": FULL * elements if several else 0}
         last_bucket, limit = 0, setup.recipe.dsgpt.ddp.bucket_cap_mb * MIB / setup.low
         for part in reversed(setup.parameters(0)):  # it has the embedding, and ends as soon as it has its size
@@ -419,18 +419,10 @@ class Fsdp(Planned):
         sums = shards + root_shard if self.reductions > 1 else 0
         kept, flight = (1, (1 + copies) * block) if recipe.reshard_after_forward else (layers, 0)
         gathered = setup.low * (root + kept * block)
-        backward = {
-            "gradients": (width * (blocks - block + root) if several else 0) + FULL * block // ranks + sums,
-            "gathered": gathered + setup.low * flight,
-            "buckets": width * block,
-            "new_gradients": embedding,
-        }
-        reduction = {
-            "gradients": shards + (width * root if several else root_shard if sums else 0),
-            "gathered": setup.low * root,
-            "buckets": width * block,
-            "new_gradients": 2 * embedding,
-        }
+        backward = {"gathered": gathered + setup.low * flight, "buckets": width * block, "new_gradients": embedding}
+        backward["gradients"] = (width * (blocks - block + root) if several else 0) + FULL * block // ranks + sums
+        reduction = {"gathered": setup.low * root, "buckets": width * block, "new_gradients": 2 * embedding}
+        reduction["gradients"] = shards + (width * root if several else root_shard if sums else 0)
         earlier = {"gradients": width * (blocks + root) if several else sums, "gathered": gathered}
         begun = earlier | {"gathered": backward["gathered"], "new_gradients": embedding}
         return [

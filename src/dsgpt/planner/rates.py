@@ -116,9 +116,8 @@ def changed(rates: Any, change: Callable[[float], float]) -> Any:
 def interpolated(values: Mapping[int, float], place: float) -> float:
     """The value at ``place``, interpolated on a logarithmic scale; outside of the keys, that of the nearest key."""
     points = sorted(values.items())
-    below = [point for point in points if point[0] <= place] or points[:1]
-    above = [point for point in points if point[0] >= place] or points[-1:]
-    (low, slow), (high, fast) = below[-1], above[0]
+    low, slow = max((point for point in points if point[0] <= place), default=points[0])
+    high, fast = min((point for point in points if point[0] >= place), default=points[-1])
     share = 0.0 if low == high else math.log(place / low) / math.log(high / low)
     return float(slow * (fast / slow) ** min(1.0, max(0.0, share)))
 
@@ -407,9 +406,8 @@ def _measured(calibration: Calibration, ceilings: Ceilings) -> dict[str, Any]:
         "collective_sec": {number: _start_sec(each) for number, each in several.items()},
         "slowness": changed(most, lambda rate: most["all_reduce"]["fp32"] / rate),
         **({"network": found.bytes_per_sec, "network_sec": found.latency_sec} if found else {}),
-        "host_link": ceilings.host_link_bytes_per_sec,
+        **{"host_link": ceilings.host_link_bytes_per_sec, "disk": calibration.disk_bytes_per_sec},
         "host_memory": ceilings.triad_bytes_per_sec if on_cpu else None,
-        "disk": calibration.disk_bytes_per_sec,
     }
     return {name: value for name, value in fields.items() if value}
 

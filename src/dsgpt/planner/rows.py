@@ -422,12 +422,8 @@ def answer(row: Any) -> dict[str, Any]:
         seconds, (memory, fits) = likely_sec(setup, machine), memory_of(setup, machine)
         evidence = evidence_for(traits_of(setup, gpu=machine.name, devices=machine.devices))
         return {
-            "id": given.id,
-            "seconds_per_step": seconds,
-            "seconds_low": seconds * evidence.low,
-            "seconds_high": seconds * evidence.high,
-            "peak_memory_gb": memory / 1e9,
-            "fits": fits,
+            **{"id": given.id, "seconds_per_step": seconds, "seconds_low": seconds * evidence.low},
+            **{"seconds_high": seconds * evidence.high, "peak_memory_gb": memory / 1e9, "fits": fits},
         }
     except UserError as error:
         said = "; ".join(error.problems)

@@ -266,11 +266,6 @@ class Setup:
         return 2 if optimizer.type == "AdamW" else int(optimizer.momentum > 0)
 
     @property
-    def uses_deepspeed_adam(self) -> bool:
-        """Whether DeepSpeed's CPU Adam steps."""
-        return self.run_type == "optimized" and self.recipe.uses_deepspeed_adam
-
-    @property
     def uses_bf16_optimizer(self) -> bool:
         """Whether DeepSpeed uses its ``BF16_Optimizer``, which has no buckets, instead of ZeRO-1's optimizer."""
         recipe = self.recipe

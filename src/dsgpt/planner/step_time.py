@@ -415,12 +415,8 @@ def run_time(setup: Setup, machine: Machine, step: StepTime, options: PlanOption
     saves = _times(steps, save_every)
 
     def seconds_of(step_seconds: float, rates: Rates) -> dict[str, float]:
-        parts = {
-            "steps": steps * step_seconds,
-            "validation": validation * step_seconds / step.seconds,
-            "checkpoints": saves * written / rates.disk,
-            "start": START_SEC,
-        }
+        parts = {"steps": steps * step_seconds, "validation": validation * step_seconds / step.seconds}
+        parts |= {"checkpoints": saves * written / rates.disk, "start": START_SEC}
         if mtbf is not None:
             restart = START_SEC + checkpoint / rates.disk
             undisturbed = sum(parts.values()) - START_SEC
