@@ -237,12 +237,8 @@ def test_more_work_needs_no_less_memory_and_more_ranks_no_more(setup, data):
         block_size=256,
         vocab_size=data.draw(st.integers(10, 9000)),
     )
-    fields = {
-        "model": model,
-        "world_size": ranks,
-        "precision": precision,
-        "activation_checkpointing": data.draw(st.booleans()),
-    }
+    fields = {"model": model, "world_size": ranks, "precision": precision}
+    fields |= {"activation_checkpointing": data.draw(st.booleans())}
     fields |= {name: data.draw(st.integers(1, most)) for name, most in LARGER.items()}
 
     def need(**changes: Any) -> int:

@@ -129,8 +129,7 @@ def test_an_instance_is_its_gpus_network_and_price(plan):
 
 
 def test_what_to_know_first_is_noted(plan):
-    found = json.loads(plan("--gpu H100 --tokens 50M --json"))
-    assert found["notes"] == [
+    assert json.loads(plan("--gpu H100 --tokens 50M --json"))["notes"] == [
         "--gpu H100 is taken as h100-80gb",
         "the training ends at step 95, and the recipe warms up for 715 steps: lower scheduler.params.warmup_num_steps, "
         "or train on more tokens",
@@ -398,8 +397,7 @@ def test_the_search_finds_what_brute_force_finds():
     # with whole gradients the larger micro batch alone fits: it accumulates nothing, so it needs no second copy of them
     line = "--model_size xl --gpu t4 --gpus 2 --tokens 1e9 --recommend --global_batch_size 8"
     assert check_against_everything(line) == "fsdp, checkpointing"
-    micros = [plan.setup.micro_batch_size for plan in everything(request_of(line))["fsdp, checkpointing"]]
-    assert micros == [4]
+    assert [plan.setup.micro_batch_size for plan in everything(request_of(line))["fsdp, checkpointing"]] == [4]
 
 
 def test_every_way_is_ranked_or_has_a_reason(plan):

@@ -264,8 +264,7 @@ def test_one_micro_batch_passes_all_stages_as_long_as_a_single_one(setup, layers
 def test_collectives_take_their_ring_bytes_and_a_start_for_each_bucket(setup):
     p = total(model_parameters(setup().model))
     bytes_of_a_rank = 4 * p  # 2 (n - 1) / n of the gradients, on two ranks
-    two_buckets = {"dsgpt": {"ddp": {"bucket_cap_mb": 4 * p / 2 / 2**20}}}
-    ddp = setup(run_type="ddp", top=two_buckets)
+    ddp = setup(run_type="ddp", top={"dsgpt": {"ddp": {"bucket_cap_mb": 4 * p / 2 / 2**20}}})
     assert predict_step(ddp, machine(collective_sec={2: 5.0})).parts["communication"] == pytest.approx(
         bytes_of_a_rank / 1e6 + 2 * 5.0
     )
@@ -327,10 +326,9 @@ def test_rings_over_several_machines_pass_their_network_once(setup):
 
 def test_others_sum_the_tied_embedding_in_their_own_precision(setup):
     """This package sums it in fp32, and so does DeepSpeed's optimizer for bf16."""
-    top = {"pipeline": {"stages": 2}}
 
     def summed(**fields) -> int:
-        found = setup("pipeline", top=top, world_size=2, **fields)
+        found = setup("pipeline", top={"pipeline": {"stages": 2}}, world_size=2, **fields)
         return sum(each.payload_bytes for each in step_traffic(found) if each.axis == "pipeline" and each.once)
 
     whole = summed(precision="fp16")
