@@ -212,11 +212,11 @@ def try_elsewhere(runs: Runs, plan: Elsewhere) -> Outcome:
         return Outcome(not_run=f"it needs {plan.prefix[0]}")
     if plan.prefix[:1] == ("unshare",) and os.geteuid() != 0:
         return Outcome(not_run="only root can rename a host")
-    run_dir, interruptions = runs.new(plan.what), [(AFTER_STEP, signal.SIGKILL, ())]
+    run_dir, interruptions = runs.new(plan.what), {AFTER_STEP: signal.SIGKILL}
     if plan.again:
-        interruptions.append((AFTER_STEP + SAVE_EVERY, signal.SIGTERM, ("--resume",)))
-    for step, number, words in interruptions:
-        with runs.start(plan.run, run_dir, *words) as training:
+        interruptions[AFTER_STEP + SAVE_EVERY] = signal.SIGTERM
+    for step, number in interruptions.items():
+        with runs.start(plan.run, run_dir, "--resume") as training:
             training.wait_for_step(step)
             send(training.everyone(), number)
             code = training.wait_until_gone()["exit_code"]
