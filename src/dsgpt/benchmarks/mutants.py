@@ -8,7 +8,6 @@ each function through a switch, and finds no test of a line that only a forked r
 import ast
 import contextlib
 import ctypes
-import hashlib
 import importlib
 import importlib.util
 import json
@@ -25,6 +24,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import psutil
 
@@ -32,7 +32,7 @@ from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.launch import IMPORTS, child_environment
 from dsgpt.common.command_line import COUNT, POSITIVE, flag, switch
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import remove, write_json_atomic
+from dsgpt.common.files import remove, sha256_of, write_json_atomic
 from dsgpt.common.json_files import JsonError, read_object
 
 FILES = (
@@ -87,18 +87,8 @@ COLLECTIVES = {"all_reduce", "all_gather", "all_gather_into_tensor", "all_gather
 COLLECTIVES |= {"reduce_scatter_tensor", "broadcast_object_list", "sum_over_ranks", "gather_objects", "from_main"}
 READ = {"add", "say", "info", "warning", "debug", "log", "print", "warn"}
 """Calls that only print, or report a mistake."""
-UNSWAPPED = {
-    "min",
-    "max",
-    "isinstance",
-    "getattr",
-    "setattr",
-    "hasattr",
-    "next",
-    "partial",
-    "__init__",
-    "save_for_backward",
-}
+UNSWAPPED = {"min", "max", "isinstance", "getattr", "setattr", "hasattr", "next", "partial"}
+UNSWAPPED |= {"__init__", "save_for_backward"}
 """Calls whose arguments can be swapped without an effect, or never."""
 TEXT = (ast.Constant, ast.JoinedStr)
 TESTED = (ast.Compare, ast.UnaryOp, ast.Constant)
@@ -238,11 +228,11 @@ def sample(sources: Mapping[str, bytes], *, count: int, seed: int) -> list[Mutan
 
 
 class Watch:
-    """A pytest plugin: keeps the given order, and notes what failed, seconds, and with ``coverage`` lines by test."""
+    """A pytest plugin: keeps the given order, notes what failed and seconds, and tells ``coverage`` which test runs."""
 
-    def __init__(self, report: Path, *, order: Sequence[str] = (), coverage: Any = None) -> None:
-        self._report, self._order, self._coverage = report, order, coverage
-        self._notes: dict[str, Any] = {"failed": [], "skipped": [], "seconds": defaultdict(float)}
+    def __init__(self, *, order: Sequence[str], coverage: Any) -> None:
+        self._order, self._coverage = order, coverage
+        self.notes: dict[str, Any] = {"failed": [], "skipped": [], "seconds": defaultdict(float)}
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         places = {name: place for place, name in enumerate(self._order)}
@@ -253,28 +243,25 @@ class Watch:
             self._coverage.switch_context(nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        self._notes["seconds"][report.nodeid] += report.duration
+        self.notes["seconds"][report.nodeid] += report.duration
         if report.outcome != "passed":
-            self._notes[report.outcome].append(report.nodeid)
+            self.notes[report.outcome].append(report.nodeid)
 
-    def lines(self) -> dict[str, dict[str, list[int]]]:
-        """Lines by test and file; those of a forked rank belong to the test that started it."""
-        self._coverage.stop()
-        data, found = self._coverage.get_data(), defaultdict[str, dict[str, list[int]]](dict)
-        rank = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
-        for path in data.measured_files():
-            for line, tests in data.contexts_by_lineno(path).items():
-                for test in tests:
-                    found[test or rank].setdefault(path.rpartition("/src/dsgpt/")[2], []).append(line)
-        return found
 
-    def write(self) -> None:
-        """Write everything as JSON."""
-        write_json_atomic(self._report, self._notes | ({"lines": self.lines()} if self._coverage else {}))
+def _write_lines(folder: Path, coverage: Any) -> None:
+    """Write lines by test and file; those of a forked rank belong to the test that started it."""
+    coverage.stop()
+    data, found = coverage.get_data(), defaultdict[str, dict[str, list[int]]](dict)
+    rank = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
+    for path in data.measured_files():
+        for line, tests in data.contexts_by_lineno(path).items():
+            for test in tests:
+                found[test or rank].setdefault(path.rpartition("/src/dsgpt/")[2], []).append(line)
+    write_json_atomic(folder / f"lines-{os.getpid()}.json", found)
 
 
 def be_pytest(
-    words: Sequence[str], *, order: Sequence[str], repository: Path, copy: Path, folder: Path, traced: Sequence[str]
+    words: Sequence[str], *, order: Sequence[str], repository: Path, copy: Path, folder: Path, traced: bool
 ) -> NoReturn:
     """Make this forked child a pytest of ``copy``, which holds nothing that was imported from ``repository``."""
     code = 1
@@ -290,18 +277,19 @@ def be_pytest(
         sys.path[:0] = paths = [str(copy / "src"), str(copy / "tests")]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
         os.chdir(copy)
-        coverage = None
+        coverage: Any = None
         if traced:
-            coverage = importlib.import_module("coverage").Coverage(
-                data_file=None, config_file=False, include=[str(copy / "src/dsgpt" / file) for file in traced]
-            )
+            files = [str(copy / "src/dsgpt" / file) for file in FILES]
+            coverage = importlib.import_module("coverage").Coverage(data_file=None, config_file=False, include=files)
             coverage.start()
         if (copy / "tests/forked_ranks.py").exists():
             _serve_ranks(folder, coverage)
-        watch = Watch(folder / "report.json", order=order, coverage=coverage)
+        watch = Watch(order=order, coverage=coverage)
         usual = ["-q", "-p", "no:cacheprovider", f"--basetemp={folder / 'tmp'}", "-c", "pyproject.toml", *words]
         code = int(importlib.import_module("pytest").main(usual, plugins=[watch]))
-        watch.write()
+        if coverage:
+            _write_lines(folder, coverage)
+        write_json_atomic(folder / "report.json", watch.notes)
     except BaseException:  # noqa: BLE001 - as the interpreter reports it
         traceback.print_exc()
     sys.stdout.flush()
@@ -316,14 +304,12 @@ def _serve_ranks(folder: Path, coverage: Any) -> None:
     if not os.fork():
         os.close(writer)
         os.dup2(reader, 0)
-        environment = child_environment("cpu")
-        os.environ.clear()
-        os.environ.update(environment)
+        os.environ.update(child_environment("cpu"))
         if coverage:
             end = os._exit
 
             def save_and_end(code: int) -> NoReturn:
-                write_json_atomic(folder / f"rank-{os.getpid()}.json", Watch(folder, coverage=coverage).lines())
+                _write_lines(folder, coverage)
                 end(code)
 
             os._exit = save_and_end  # type: ignore[assignment]  # of Never, mypy has two
@@ -347,37 +333,28 @@ def mutants_page(record: frame.Record, *, source: str) -> str:
     ones, reasons = record["mutants"], judgments()
     made = frame.made_from(record, source=source, name="mutants")
     head = frame.filled("mutants", record, made=made, summary="\n".join(f"* {line}" for line in summary_lines(record)))
-    tables = [
-        frame.section(f"By {key}", [key, *_HEADER], [[name, *counts] for name, counts in _counts(ones, key, reasons)])
-        for key in ("operator", "file")
-    ]
-    rows = [
-        [
-            f"{one['file']}:{one['line']}",
-            f"`{one['name'].partition(': ')[2]}`",
-            reasons.get(one["name"], "**not judged**"),
-        ]
-        for one in ones
-        if one["outcome"] == "survived"
-    ]
-    header = ["line", "change", "why no test fails"]
-    return frame.page_of(head, *tables, frame.section("Survivors", header, rows))
+    counted, tables = ["mutants", "caught", "of these by a limit of time", "equivalent", "other survivors"], []
+    for key in ("operator", "file"):
+        names = sorted({one[key] for one in ones})
+        rows = [[name, *_counts([one for one in ones if one[key] == name], reasons)] for name in names]
+        tables.append(frame.section(f"By {key}", [key, *counted], rows))
+    rows = []
+    for one in _survived(ones):
+        line, change = f"{one['file']}:{one['line']}", f"`{one['name'].partition(': ')[2]}`"
+        rows.append([line, change, reasons.get(one["name"], "**not judged**")])
+    return frame.page_of(head, *tables, frame.section("Survivors", ["line", "change", "why no test fails"], rows))
 
 
-_HEADER = ("mutants", "caught", "of these by a limit of time", "equivalent", "other survivors")
+def _survived(ones: Sequence[frame.Record]) -> list[frame.Record]:
+    return [one for one in ones if one["outcome"] == "survived"]
 
 
-def _counts(ones: Sequence[frame.Record], key: str, reasons: Mapping[str, str]) -> list[tuple[str, list[int]]]:
-    groups: dict[str, list[frame.Record]] = defaultdict(list)
-    for one in ones:
-        groups[one[key] if key else ""].append(one)
-    counts = []
-    for name, members in sorted(groups.items()):
-        survived = [one for one in members if one["outcome"] == "survived"]
-        same = sum(reasons.get(one["name"], "").startswith(REASONS[0]) for one in survived)
-        late = sum(one["outcome"] == "timeout" for one in members)
-        counts.append((name, [len(members), len(members) - len(survived), late, same, len(survived) - same]))
-    return counts
+def _counts(ones: Sequence[frame.Record], reasons: Mapping[str, str]) -> list[int]:
+    """All, caught, of these by a limit of time, equivalent, other survivors."""
+    survived = _survived(ones)
+    same = sum(reasons.get(one["name"], "").startswith(REASONS[0]) for one in survived)
+    late = sum(one["outcome"] == "timeout" for one in ones)
+    return [len(ones), len(ones) - len(survived), late, same, len(survived) - same]
 
 
 def judgments() -> dict[str, str]:
@@ -397,7 +374,7 @@ def summary_lines(record: frame.Record) -> list[str]:
     """The figures of the page's summary, for a console."""
     if not record["mutants"]:
         return ["no mutant has been tried yet"]
-    ((_, (tried, caught, _, same, others)),) = _counts(record["mutants"], "", judgments())
+    tried, caught, _, same, others = _counts(record["mutants"], judgments())
     return [
         f"{caught} of {tried - same} mutants that are not equivalent were caught: {caught / max(1, tried - same):.1%}.",
         f"{same} are equivalent, {others} others survived. {record['left']} of {record['sampled']} are not tried yet.",
@@ -441,13 +418,14 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
         self._until = time.monotonic() + 60 * self.options.minutes
         package = self.repository / "src/dsgpt"
         self._sources = {file: (package / file).read_bytes() for file in FILES}
+        self._sums = {file: sha256_of(package / file) for file in FILES}
         self._chosen = sample(self._sources, count=self.options.mutants, seed=self.options.seed)
         self._lines, self._earlier = self.options.output.with_suffix(".jsonl"), dict[str, frame.Record]()
         for line in self._lines.read_text(encoding="utf-8").splitlines() if self._lines.exists() else ():
             one = json.loads(line)
-            if one["sha256"] == _sha256(self._sources.get(one["file"], b"")):
+            if one["sha256"] == self._sums.get(one["file"]):
                 self._earlier[one["name"]] = one
-        again = {name for name, one in self._earlier.items() if one["outcome"] == "survived"}
+        again = {one["name"] for one in _survived([*self._earlier.values()])}
         files = frame.selected({file: file for file in FILES}, self.options.only)
         names = again if self.options.survivors else {mutant.name for mutant in self._chosen} - self._earlier.keys()
         self._todo = [mutant for mutant in self._chosen if mutant.file in files and mutant.name in names]
@@ -462,21 +440,19 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
             unused = shutil.ignore_patterns("__pycache__", "*.egg-info")
             shutil.copytree(self.repository / name, self._copy / name, dirs_exist_ok=True, ignore=unused)
         self._written = 0
-        environment = dict(os.environ)
-        os.environ.update(child_environment("cpu"))
-        for module in WARM:
-            importlib.import_module(module)
-        for plugin in entry_points(group="pytest11"):
-            plugin.load()
-        os.environ.clear()
-        os.environ.update(environment)
+        with mock.patch.dict(os.environ, child_environment("cpu")):
+            for module in WARM:
+                importlib.import_module(module)
+            for plugin in entry_points(group="pytest11"):
+                plugin.load()
         self._map = [*self._traced()]
 
     def _traced(self) -> Iterator[tuple[str, float, dict[str, list[int]]]]:
         """Test, seconds and lines by file, of all ``TESTS`` that pass; what an earlier call found is read."""
         for test in TESTS:
             kept = self.options.output.parent / "lines" / f"{test.replace('/', '-')}.json"
-            made_of = {name: _sha256((self._copy / name).read_bytes()) for name in (f"tests/{test}", *self._paths())}
+            paths = [f"tests/{test}", *(f"src/dsgpt/{file}" for file in FILES)]
+            made_of = {path: sha256_of(self._copy / path) for path in paths}
             with contextlib.suppress(JsonError):
                 before = read_object(kept, max_bytes=frame.MAX_BYTES)
                 if all(made_of[name] == before["made_of"].get(name) for name in before["used"]):
@@ -485,31 +461,23 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
             if time.monotonic() > self._until:
                 continue
             self.console.say(f"which lines does tests/{test} execute?")
-            _, notes = self._pytest([f"tests/{test}"], limit=1200, traced=FILES)
+            _, notes = self._pytest([f"tests/{test}"], limit=1200, traced=True)
             if not notes:
                 raise UserError(f"tests/{test} did not end: {(self.folder / 'log.txt').read_text()[-2000:]}")
-            lines = notes["lines"]
-            for file in self.folder.glob("rank-*.json"):
+            lines = defaultdict[str, dict[str, set[int]]](dict)
+            for file in self.folder.glob("lines-*.json"):
                 for name, found in read_object(file, max_bytes=frame.MAX_BYTES).items():
                     for path, numbers in found.items():
-                        lines.setdefault(name, {}).setdefault(path, []).extend(numbers)
+                        lines[name].setdefault(path, set()).update(numbers)
                 remove(file)
-            bad = {*notes["failed"], *notes["skipped"]}
-            tests = {
-                name: {
-                    "seconds": seconds,
-                    "lines": {path: sorted(set(numbers)) for path, numbers in lines.get(name, {}).items()},
-                }
-                for name, seconds in notes["seconds"].items()
-                if name not in bad
-            }
+            tests = {}
+            for name in sorted(notes["seconds"].keys() - {*notes["failed"], *notes["skipped"]}):
+                own = {path: sorted(numbers) for path, numbers in lines[name].items()}
+                tests[name] = {"seconds": notes["seconds"][name], "lines": own}
             used = {f"tests/{test}", *(f"src/dsgpt/{path}" for one in tests.values() for path in one["lines"])}
             kept.parent.mkdir(parents=True, exist_ok=True)
             write_json_atomic(kept, {"made_of": made_of, "used": sorted(used), "tests": tests})
             yield from ((name, one["seconds"], one["lines"]) for name, one in tests.items())
-
-    def _paths(self) -> list[str]:
-        return [f"src/dsgpt/{file}" for file in FILES]
 
     def results(self) -> Iterator[frame.Record]:
         for mutant in self._todo:
@@ -517,7 +485,7 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
                 self.console.say(f"{self.options.minutes} minutes are over: the same command continues")
                 return
             result = self._try(mutant)
-            result |= asdict(mutant) | {"name": mutant.name, "sha256": _sha256(self._sources[mutant.file])}
+            result |= asdict(mutant) | {"name": mutant.name, "sha256": self._sums[mutant.file]}
             self._lines.parent.mkdir(parents=True, exist_ok=True)
             with self._lines.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(result) + "\n")
@@ -525,8 +493,7 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
 
     def _try(self, mutant: Mutant) -> frame.Record:
         """Outcome, the test that failed, the number of tests, seconds."""
-        began, source = time.monotonic(), self._sources[mutant.file]
-        first, last = mutant.lines
+        began, (first, last) = time.monotonic(), mutant.lines
         every = sorted((seconds, name, lines.get(mutant.file, ())) for name, seconds, lines in self._map)
         near = [any(first <= line <= last for line in lines) for _, _, lines in every]
         seen, turns, tests, total = Counter[str](), list[tuple[bool, int, float, str]](), list[str](), 0.0
@@ -539,34 +506,41 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
             if (total := total + seconds) > MOST_SEC and tests:
                 break
             tests.append(name)
-        path, tried = self._copy / "src/dsgpt" / mutant.file, len(tests)
-        slow = [f"tests/{test}" for test in SLOW_TESTS] if self.options.survivors else []
-        word = ABOUT.get(path.stem)
-        sets = [(tests, START_SEC + 5 * total), ([*slow, *(["-k", word] if word and slow else [])], SLOW_SEC)]
-        end: frame.Record = {}
-        try:
-            for words, limit in sets:
-                for _ in range(CONTROLS if words and not end else 0):
-                    self._write(path, mutant.of(source))
-                    code, notes = self._pytest([*words, "-x"], limit=limit, order=tests)
-                    if code in (0, 5) or (code is None and words is not tests):
-                        break  # none failed, or none is left; how long the slow tests take is not known
-                    self._write(path, source)
-                    by = notes["failed"][0] if notes.get("failed") else ""
-                    # What must pass without the mutant; a file that cannot be imported must at least be collected.
-                    control = [by] if by else [*words, "--collect-only"] if code in (2, 3, 4) else words
-                    known = bool(by) and by in self._sound
-                    if not known and self._pytest(control, limit=limit)[0] != 0:
-                        words.extend(["--deselect", by] if by else [])  # it fails without the mutant, too
-                        limit *= 2  # noqa: PLW2901 - the machine may be slow
-                    else:
-                        self._sound.add(by)
-                        end = {"outcome": "timeout" if code is None else "caught", "by": by}
-                        break
-        finally:
-            self._write(path, source)
+        end = self._caught(mutant, tests, limit=START_SEC + 5 * total, late="timeout")
+        if not end and self.options.survivors:
+            word = ABOUT.get(Path(mutant.file).stem)
+            slow = [*(f"tests/{test}" for test in SLOW_TESTS), *(["-k", word] if word else [])]
+            end = self._caught(mutant, slow, limit=SLOW_SEC, late="")
         end = end or {"outcome": "survived", "by": ""}
-        return end | {"tests": tried, "seconds": round(time.monotonic() - began, 1)}
+        return end | {"tests": len(tests), "seconds": round(time.monotonic() - began, 1)}
+
+    def _caught(self, mutant: Mutant, tests: Sequence[str], *, limit: float, late: str) -> frame.Record:
+        """Outcome and the test that failed, of which none fails without the mutant; empty if it survives.
+
+        Args:
+            mutant: in the copy while tests run.
+            tests: words of pytest's command line; none if it is empty.
+            limit: seconds.
+            late: the outcome if the limit ends them; empty if that says nothing.
+        """
+        path, source, words = self._copy / "src/dsgpt" / mutant.file, self._sources[mutant.file], [*tests]
+        for _ in range(CONTROLS if words else 0):
+            try:
+                self._write(path, mutant.of(source))
+                code, notes = self._pytest([*words, "-x"], limit=limit, order=words)
+            finally:
+                self._write(path, source)
+            if code in (0, 5) or (code is None and not late):
+                break  # none failed, or none is left
+            by = notes["failed"][0] if notes.get("failed") else ""
+            # What must pass without the mutant; a file that cannot be imported must at least be collected.
+            control = [by] if by else [*words, "--collect-only"] if code in (2, 3, 4) else words
+            if (by and by in self._sound) or self._pytest(control, limit=limit)[0] == 0:
+                self._sound.add(by)
+                return {"outcome": late if code is None else "caught", "by": by}
+            words.extend(["--deselect", by] if by else [])  # it fails without the mutant, too
+            limit *= 2  # the machine may be slow
+        return {}
 
     def _write(self, path: Path, source: bytes) -> None:
         """Write a file of the copy, at a time of its own: Python keeps compiled files by seconds and size."""
@@ -575,7 +549,7 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
         os.utime(path, (self._written, self._written))
 
     def _pytest(
-        self, words: Sequence[str], *, limit: float, order: Sequence[str] = (), traced: Sequence[str] = ()
+        self, words: Sequence[str], *, limit: float, order: Sequence[str] = (), traced: bool = False
     ) -> tuple[int | None, dict[str, Any]]:
         """The exit code of a pytest in a fork, and what ``Watch`` noted.
 
@@ -594,9 +568,8 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
 
         child = os.fork()
         if not child:
-            be_pytest(
-                words, order=order, repository=self.repository, copy=self._copy, folder=self.folder, traced=traced
-            )
+            paths = {"repository": self.repository, "copy": self._copy, "folder": self.folder}
+            be_pytest(words, order=order, traced=traced, **paths)
         code, look, end = None, time.monotonic() + LOOK_SEC, time.monotonic() + WAIT * limit
         try:
             while code is None and time.monotonic() < end:
@@ -637,7 +610,3 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
 
 PR_SET_CHILD_SUBREAPER = 36
 """Of ``prctl(2)``."""
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
