@@ -119,10 +119,9 @@ def verdict(folder: Path, bands: Path) -> tuple[list[str], bool, dict[str, Any],
             f"{folder}: no reference has its model; there are {', '.join(sizes)}: train one of --model_size"
         )
     reference, losses = sizes[size], losses_of(run)
-    pair = judge([Worked(name=size, work=reference["work"]), run])
     lines = [
         f"{one.fact}: {show(one.values[1])}; the reference has {show(one.values[0])}"
-        for one in pair.differences
+        for one in judge([Worked(name=size, work=reference["work"]), run]).differences
         if one.fact not in FREE
     ]
     step, judged = first_outside(losses, reference["band"]), min(len(losses), len(reference["band"]["low"]))

@@ -102,8 +102,7 @@ def _split(name: str, recipe: str, stage: int, *, ranks: tuple[int, ...] = (2, 4
 
 
 def _torch(name: str, *, ranks: tuple[int, ...] = (1, 2, 4), **more: Any) -> TestedStrategy:
-    run_type = name.split("-", maxsplit=1)[0]
-    return TestedStrategy(name=name, run_type=run_type, recipe="zero1.json", ranks=ranks, **more)
+    return TestedStrategy(name=name, run_type=name.split("-", maxsplit=1)[0], recipe="zero1.json", ranks=ranks, **more)
 
 
 _TORCH = (

@@ -204,9 +204,8 @@ def clusters_page(record: frame.Record, *, source: str) -> str:
     kinds = {kind: [fault for fault in faults if fault["kind"] == kind] for kind in KINDS}
     made = frame.made_from(record, source=source, name="clusters", page="clusters-campaign")
     facts = {"summary": "\n".join(summary_lines(record)), "same": BOUND, "limit": LIMIT_SEC, "made": made}
-    head = frame.filled("clusters", record, **facts)
     return frame.page_of(
-        head,
+        frame.filled("clusters", record, **facts),
         frame.section(
             "By kind of fault",
             ["fault", "what is done", "tried", "recovered", "named", "detected after", "resumed after", "steps lost"],

@@ -163,8 +163,7 @@ def strike(fault: Fault, folder: Path, number: int, poison: threading.Event) -> 
     elif fault.kind == "folder stands still":
         server = (folder / SERVER).read_text()
         os.kill(int(server), signal.SIGSTOP)
-        later = f"sleep {clusters.PAUSE_SEC}; kill -CONT {server}"
-        subprocess.Popen(["sh", "-c", later], start_new_session=True)
+        subprocess.Popen(["sh", "-c", f"sleep {clusters.PAUSE_SEC}; kill -CONT {server}"], start_new_session=True)
     elif fault.how == "spot notice":
         (folder / f"notice-{here}").touch()
     else:
@@ -308,8 +307,7 @@ class ClusterRuns(contextlib.AbstractContextManager["ClusterRuns"]):
         """Cause the fault, start the run again until it is complete, and compare it with the undisturbed run."""
         started, outcome = time.monotonic(), Outcome()
         try:
-            expected = self._undisturbed_run(fault.strategy)
-            self._run(fault, outcome, expected)
+            self._run(fault, outcome, self._undisturbed_run(fault.strategy))
         except NoHosts as error:
             outcome.not_run = str(error)
         except (Missed, OSError, RuntimeError, ValueError) as error:

@@ -263,8 +263,7 @@ def _paths(what: str, words: str, root: Path) -> list[str]:
     else:
         found = [("", path) for path in re.findall(rf"\d<{text}>", words)]
     joined = (os.path.normpath(Path(*(_plain(part).decode(errors="replace") for part in parts))) for parts in found)
-    paths = [Path(path) for path in joined]
-    return [path.relative_to(root).as_posix() for path in paths if path.is_relative_to(root)]
+    return [path.relative_to(root).as_posix() for path in map(Path, joined) if path.is_relative_to(root)]
 
 
 def _written(what: str, words: str, count: int) -> bytes:

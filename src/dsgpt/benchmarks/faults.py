@@ -289,8 +289,7 @@ class Faults(frame.Suite[FaultOptions, Outcome]):
 
     def record(self, results: Sequence[Outcome]) -> frame.Record:
         runs = {name: {"executed_by": by(cell), "accumulation": cell.accumulation} for name, cell in RUNS.items()}
-        settings = {"steps": STEPS, "save_every": SAVE_EVERY, "dropout": DROPOUT}
-        work = settings | frame.work_facts("cpu") | {"runs": runs}
+        work = {"steps": STEPS, "save_every": SAVE_EVERY, "dropout": DROPOUT} | frame.work_facts("cpu") | {"runs": runs}
         ended = {one.name: asdict(one) | {"status": one.status, "seconds": round(one.seconds, 2)} for one in results}
         every = self._earlier | ended
         block = {"git_commit": self._head["git_commit"], "seconds": time.monotonic() - self._started}

@@ -218,19 +218,17 @@ def try_disk_fault(runs: Runs, plan: DiskFault) -> Outcome:
             run_dir.chmod(0o755)
         resumed = runs.resume(DISK_RUN, run_dir)
     start, lost, printed = resumed.resumed_from, resumed.steps_lost, "\n".join(lines)
-    other = f"it resumed from step {start}; the newest whole checkpoint is of step {whole}"
     wrong = all_wrong(
         (code != EXIT_NOT_SAVED, f"exit code {code} instead of {EXIT_NOT_SAVED}"),
         (plan.words not in printed, f"it did not print: {plan.words}"),
         (plan.not_words in printed, f"it printed: {plan.not_words}"),
         (plan.policy == "continue" and "the run continues" not in printed, "it did not continue"),
         (bool(left), f"left behind: {left}"),
-        (whole != start or not whole, other),
+        (whole != start or not whole, f"it resumed from step {start}; the newest whole checkpoint is of step {whole}"),
         (plan.policy == "stop" and lost > SAVE_EVERY, f"{lost} steps are lost"),
         (bool(resumed.wrong), resumed.wrong),
     )
-    measured = {"exit_code": code, "resumed_from": start, "steps_lost": lost}
-    return Outcome(wrong=wrong, measured=measured, said=lines)
+    return Outcome(wrong=wrong, measured={"exit_code": code, "resumed_from": start, "steps_lost": lost}, said=lines)
 
 
 # ``kill -9`` at an instant, and whether the resumed run equals an undisturbed one.

@@ -156,8 +156,7 @@ def try_memory_limit(runs: Runs, plan: MemoryLimit) -> Outcome:
     run_dir = runs.new("memory limit")
     try:
         with memory_group() as (group, limit, used):
-            entered = ("sh", "-c", ENTER, str(group / "cgroup.procs"))
-            with runs.start(plan.run, run_dir, prefix=entered) as training:
+            with runs.start(plan.run, run_dir, prefix=("sh", "-c", ENTER, str(group / "cgroup.procs"))) as training:
                 training.wait_for_step(AFTER_STEP)
                 (group / limit).write_text(str(int((group / used).read_text()) + SPARE))
                 with subprocess.Popen([sys.executable, "-c", HOG, str(group / "cgroup.procs")]) as hog:

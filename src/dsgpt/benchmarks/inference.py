@@ -91,8 +91,7 @@ class Turn:
         """The tokens asked for, divided by the requests' mean gap times their number; None without a gap."""
         arrivals = [request.arrival for request in self.requests]
         gap = (arrivals[-1] - arrivals[0]) / max(1, len(arrivals) - 1)
-        asked = sum(request.new_tokens for request in self.requests)
-        return asked / (gap * len(arrivals)) if gap else None
+        return sum(request.new_tokens for request in self.requests) / (gap * len(arrivals)) if gap else None
 
 
 def percentiles(values: list[float]) -> Percentiles:
@@ -338,10 +337,8 @@ class Inference(frame.Suite[InferenceOptions, Turn]):
             self._trace = replace(trace, requests=trace.requests[: options.requests or None])
         except JsonError as error:
             problems.add(f"--trace {options.trace}: cannot be read as a trace of requests: {error}")
-        try:
+        with problems.collect():
             self._model = open_model_files(find_checkpoint(options.checkpoint, flag="--checkpoint")).config
-        except UserError as error:
-            problems.add(*error.problems)
         problems.raise_if_any()
         positions, at = self._model.block_size, f"--trace {options.trace}:"
         for number, one in enumerate(self._trace.requests):

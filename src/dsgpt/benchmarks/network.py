@@ -182,8 +182,7 @@ class Network(frame.Suite[NetworkOptions, Result]):
         cell, more = Cell(strategy=strategy, ranks=ranks, accumulation=1), ("--no_inference", "--save_every", "0")
         assignment = self._runner.assignment(cell, call="", name=f"{strategy}-{count}", more=more)
         folder, each = Path(assignment.folder), ranks // count
-        lines = [f"{hosts.address(number)} slots={each}\n" for number in range(count)]
-        (folder / "hosts").write_text("".join(lines))
+        (folder / "hosts").write_text("".join(f"{hosts.address(number)} slots={each}\n" for number in range(count)))
         shared = {"MASTER": hosts.address(0), "NODES": str(count), "DEVICES": str(each), "HOSTFILE": f"{folder}/hosts"}
         script = "torchrun.sh" if started_by == TORCHRUN else "run_hostfile.sh"
         command = [self.repository / "launch" / script, *assignment.flags]

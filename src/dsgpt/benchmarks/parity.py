@@ -99,8 +99,7 @@ def core() -> list[Cell]:
     cells.append(Cell(strategy="zero2-offload", ranks=2, accumulation=1, precision="bf16"))
     checkpointed = ("zero3", "pipeline2-zero1", "sequence2-zero1")
     cells += [Cell(strategy=name, ranks=2, option="activation checkpointing") for name in checkpointed]
-    four = ("tensor2-zero1", "pipeline2-zero1", "sequence2-zero1")
-    return [*cells, *(Cell(strategy=name, ranks=4) for name in four)]
+    return [*cells, *(Cell(strategy=name, ranks=4) for name in ("tensor2-zero1", "pipeline2-zero1", "sequence2-zero1"))]
 
 
 def core_on_one() -> list[Cell]:
@@ -191,9 +190,8 @@ def reference_key(cell: Cell) -> ReferenceKey:
     strategy = STRATEGIES[cell.strategy]
     split = Split()
     if cell.precision != "fp32":
-        data_ranks = cell.ranks // strategy.model_ranks
         split = Split(
-            data_ranks=data_ranks,
+            data_ranks=cell.ranks // strategy.model_ranks,
             accumulation=cell.accumulation,
             low=strategy.low if cell.ranks > 1 or strategy.low_alone else "",
             whole_logits=strategy.recipe in PIPELINES,

@@ -80,8 +80,7 @@ class Measurement:
         """Write the rank's file, and beside it the tensors, if any were noted."""
         if self.tensors:
             save_file({name: value.contiguous() for name, value in self.tensors.items()}, folder / STATE_FILE)
-        facts = {name: value for name, value in vars(self).items() if name != "tensors"}
-        write_end(folder, rank, **finite(facts))
+        write_end(folder, rank, **finite({name: value for name, value in vars(self).items() if name != "tensors"}))
 
 
 def digest(value: Tensor) -> str:
@@ -417,8 +416,7 @@ def _check_replicas(comparison: Comparison, ranks: list[Facts], replicas: str, *
     for number, rank in enumerate(ranks):
         for name, value in rank["replicas"].items():
             first, expected = holders.setdefault(name, (number, value))
-            where = f"{name} of rank {number} beside rank {first}"
-            comparison.require("replicated weights", where, expected, value)
+            comparison.require("replicated weights", f"{name} of rank {number} beside rank {first}", expected, value)
         if replicas == "all":
             on_rank = len(names & rank["replicas"].keys())
             comparison.require("replicated weights", f"number held by rank {number}", len(names), on_rank)

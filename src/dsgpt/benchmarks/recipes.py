@@ -210,8 +210,7 @@ class Recipes(Suite[RecipesOptions, Result]):
         values |= {"max_train_steps": steps, "max_val_steps": 640 // trial.batch, "no_inference": True}
         values["device"] = self.options.device
         record = train(values, repository=self.repository, what=f"the training {trial.name()}")
-        val_loss = record["summary"]["final_val_loss"]
-        return {"size": search.size, **asdict(trial), "steps": steps, "val_loss": val_loss}
+        return {"size": search.size, **asdict(trial), "steps": steps, "val_loss": record["summary"]["final_val_loss"]}
 
     def line(self, result: Result, *, count: str, left: str) -> str:
         settings = f"batch {result['batch']}, lr {result['lr']:g}, warm-up {result['warm_up']:g}"

@@ -81,8 +81,7 @@ def seeded_pairs(count: int = PAIRS, *, seed: int = SEED) -> list[Pair]:
 
 def rewritten() -> list[Cell]:
     """The cells that write what they read: every strategy, in every precision that the product allows on a CPU."""
-    low = [cell for cell in cells(precision="bf16") if not STRATEGIES[cell.strategy].fp32_only]
-    return [*cells(), *low]
+    return [*cells(), *(cell for cell in cells(precision="bf16") if not STRATEGIES[cell.strategy].fp32_only)]
 
 
 def core_pairs() -> list[Pair]:
@@ -106,8 +105,7 @@ def core_rewritten() -> list[Cell]:
     All strategies on two ranks in fp32. For bf16, and for four ranks, one strategy for each way to keep the state.
     """
     low = ("zero0", "zero1", "zero2", "zero3", "pipeline2-zero1")
-    four = ("zero1", "zero3", "fsdp", "tensor2-zero1")
-    chosen = {("fp32", 2): STRATEGIES, ("bf16", 2): low, ("fp32", 4): four}
+    chosen = {("fp32", 2): STRATEGIES, ("bf16", 2): low, ("fp32", 4): ("zero1", "zero3", "fsdp", "tensor2-zero1")}
     return [cell for cell in rewritten() if cell.strategy in chosen.get((cell.precision, cell.ranks), ())]
 
 
@@ -367,8 +365,7 @@ class Resume(frame.Suite[ResumeOptions, Result]):
         }
 
     def failures(self, record: frame.Record) -> list[str]:
-        ends = [*record["pairs"], *record["rewritten"]]
-        return [end["name"] for end in ends if end["status"] in {"failed", "error"}]
+        return [end["name"] for end in [*record["pairs"], *record["rewritten"]] if end["status"] in {"failed", "error"}]
 
 
 def wrong_in(pair: Pair, measured: dict[str, Any], steps: int) -> str:
@@ -388,8 +385,7 @@ def wrong_in(pair: Pair, measured: dict[str, Any], steps: int) -> str:
     before, after = executed_by(pair.source), executed_by(pair.target)
     if f"({before}) as {after}" not in measured["line"]:
         wrong.append(f"it printed: {measured['line']}")
-    moved = {"step": steps // 2, "name": "executed by", "before": before, "after": after}
-    if measured["changes"] != [moved]:
+    if measured["changes"] != [{"step": steps // 2, "name": "executed by", "before": before, "after": after}]:
         wrong.append(f"its record says: {measured['changes']}")
     return "; ".join(wrong)
 
@@ -412,8 +408,7 @@ def train(flags: list[str], folder: Path, *, checkpoint: str = "") -> None:
     if checkpoint and config.topology.is_main:  # copy its run as a kill after that save would have left it
         saved = Path(checkpoint)
         others = [path.name for path in saved.parent.glob("step-*") if path != saved]
-        left_out = shutil.ignore_patterns(COMPLETE_FILE, ".lock", *others)
-        shutil.copytree(saved.parent, config.run_dir, ignore=left_out)
+        shutil.copytree(saved.parent, config.run_dir, ignore=shutil.ignore_patterns(COMPLETE_FILE, ".lock", *others))
     train_rank(config, folder)
 
 

@@ -114,8 +114,7 @@ class Saving(frame.Suite[SavingOptions, Run]):
             record = train(values, repository=self.repository, what=f"a training with --save_mode {mode}")
             saves, parameters = record["saves"][:SAVES], record["training_config"]["parameters"]
             seconds = record["summary"]["train_time_sec"] + sum(save["save_stall_sec"] for save in saves)
-            run = {"round": number, "mode": mode, "saves": saves, "parameters": parameters}
-            yield run | {"training_sec": seconds}
+            yield {"round": number, "mode": mode, "saves": saves, "parameters": parameters, "training_sec": seconds}
 
         for number, writers in itertools.product(range(1, self.options.rounds + 1), WRITERS):
             seconds = write_together(self.folder / f"{number}-{writers}", writers, preset=WORK["model_size"])

@@ -522,8 +522,7 @@ class _Cuda:
     def of_accelerator(self) -> dict[str, Any]:
         """By name in ``torch.accelerator``."""
         functions = self.functions()
-        same = ("is_available", "device_count", "current_stream", "synchronize")
-        return {name: functions[name] for name in same} | {
+        return {name: functions[name] for name in ("is_available", "device_count", "current_stream", "synchronize")} | {
             "current_accelerator": lambda check_available=False: torch.device("cuda"),  # noqa: ARG005
             **{"current_device_index": functions["current_device"], "set_device_index": functions["set_device"]},
         }

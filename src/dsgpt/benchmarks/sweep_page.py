@@ -62,8 +62,7 @@ def speed_difference(a: Sequence[float], b: Sequence[float], *, block: int = 1, 
 
     logs = np.log(np.asarray(b, dtype=np.float64)) - np.log(np.asarray(a, dtype=np.float64))
     pairs, draws = len(logs), math.ceil(len(logs) / block)
-    random = np.random.default_rng(seed)
-    starts = random.integers(0, pairs, size=(RESAMPLES, draws))  # (R, D)
+    starts = np.random.default_rng(seed).integers(0, pairs, size=(RESAMPLES, draws))  # (R, D)
     places = (starts[:, :, None] + np.arange(block)) % pairs  # (R, D, block)
     means = logs[places.reshape(RESAMPLES, -1)[:, :pairs]].mean(axis=1)  # (R,)
     tail = (1 - CONFIDENCE) / 2
@@ -242,10 +241,8 @@ def compare(one: str, other: str, *, allow_unequal: bool) -> int:
     """
     sources, problems = [], Problems()
     for word in (one, other):
-        try:
+        with problems.collect():
             sources.append(_source(word))
-        except UserError as error:
-            problems.add(*error.problems)
     problems.raise_if_any()
     every = list(_pairs(*sources))
     for pairs in every:

@@ -219,8 +219,7 @@ class Tokens(frame.Suite[TokensOptions, Record]):
                 out.mkdir()
                 seconds = timed(command(way, text, out, self.folder / "tokenizer", self.repository))
                 yield {"what": SPEED, "corpus": name, "way": way, "round": number, "speed": sizes[text] / 1e6 / seconds}
-            seconds_of = self._where(corpus)
-            yield {"what": "where", "corpus": name, "megabytes": sizes[corpus] / 1e6, "seconds": seconds_of}
+            yield {"what": "where", "corpus": name, "megabytes": sizes[corpus] / 1e6, "seconds": self._where(corpus)}
             for each in (corpus, peers, out):
                 shutil.rmtree(each)
 

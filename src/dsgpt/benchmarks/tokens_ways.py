@@ -40,8 +40,7 @@ def nanogpt(text: Path, out: Path, tokenizer: Path) -> None:
     paths = [str(path) for path in sorted(text.iterdir())]
     kind, more = ("json", {}) if paths[0].endswith(".jsonl") else ("text", {"sample_by": "document"})
     rows = datasets.load_dataset(kind, data_files=paths, split="train", cache_dir=str(out / "cache"), **more)
-    split = rows.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
-    for name, part in split.items():
+    for name, part in rows.train_test_split(test_size=0.0005, seed=2357, shuffle=True).items():
         mapped = part.map(_Encode(tokenizer), remove_columns=part.column_names, num_proc=min(2, len(part)))
         total = int(np.sum(mapped["len"], dtype=np.uint64))
         ids = np.memmap(out / f"{name}.bin", dtype=np.uint16, mode="w+", shape=(total,))

@@ -84,8 +84,7 @@ def comparison_markdown(runs: Sequence[Run], *, sources: str = "") -> str:
     parts = ["# Comparison", _escape(verdict.line())]
     if verdict.answer == "no":
         parts.append(f"**{verdict.mark}**: no figure below is the speed-up of one and the same training.")
-    stamps = (*equal_work.stamps(runs), *equal_work.inference_stamps(runs))
-    parts += [f"**{_escape(line)}**" for line in stamps]
+    parts += [f"**{_escape(line)}**" for line in (*equal_work.stamps(runs), *equal_work.inference_stamps(runs))]
     parts += [_escape(equal_work.equal_loss_line(runs[0], other)) for other in runs[1:]]
     parts += [_escape(equal_work.machine_line(runs)), sources]
     parts += ["## Results", _table(result_rows(runs)), SIGN_CONVENTION, INFERENCE_NOISE, memory]

@@ -183,11 +183,9 @@ def _read(
     """Runs, sweeps by name and records by flag, as far as they can be read; the other mistakes go to ``problems``."""
 
     def read(reader: Callable[[Path], Any], path: Path | None) -> Any:
-        try:
+        with problems.collect():
             return None if path is None else reader(path)
-        except UserError as error:
-            problems.add(*error.problems)
-            return None
+        return None
 
     runs = [run for name, path in paths.items() if (run := read(partial(read_run, name=name), path))]
     named: dict[str, suites.Sweep] = {}
@@ -259,8 +257,7 @@ def _write(
         commits = dict.fromkeys(segment.setup.get("code") for run in committed for segment in run.segments)
         sources = [*training_sources(measured=("demo.py",)), "src/demo.py"]
         changes = [changes_since(commit, sources, repository=REPOSITORY).paragraph() for commit in commits]
-        page = comparison_markdown(runs, sources="\n\n".join(changes))
-        files["comparison.md"] = page.encode(errors=PRINTABLE)
+        files["comparison.md"] = comparison_markdown(runs, sources="\n\n".join(changes)).encode(errors=PRINTABLE)
     try:
         output.mkdir(parents=True, exist_ok=True)
         for file, content in files.items():

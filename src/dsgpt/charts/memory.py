@@ -151,8 +151,7 @@ def step_times_chart(rows: Sequence[Measured], texts: Texts) -> Frame | str:
             box |= {"medianprops": {"color": ink, "linewidth": 2}, "whiskerprops": line, "capprops": line}
             box["flierprops"] = {"marker": ".", "markersize": 5, "markerfacecolor": ink, "markeredgecolor": ink}
             box |= {"widths": style.BAR_WIDTH * 0.8, "orientation": "horizontal", "patch_artist": True}
-            ends = {"fliers": [scale * values[0], scale * values[-1]]}
-            drawn = axes.bxp([stats | ends], positions=[place], **box)
+            drawn = axes.bxp([stats | {"fliers": [scale * values[0], scale * values[-1]]}], positions=[place], **box)
             drawn["boxes"][0].set(hatch=look.hatch, hatchcolor=look.hatch_colour)
             median = stats["med"]
             label = f"median {median:,.{0 if median >= 1000 else 1 if median >= 10 else 2}f}"

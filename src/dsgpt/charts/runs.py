@@ -123,8 +123,7 @@ def time_axis(runs: Sequence[Run]) -> Axis:
     """Training time, in the largest unit that is at most a third of the longest run."""
     units = (("hours", 3600), ("minutes", 60))
     unit, size = next((each for each in units if _most(runs, "time") >= 3 * each[1]), ("s", 1))
-    label = f"training time ({unit})"
-    return Axis("time", label, "Loss by training time", "times not recorded", lambda _: 1 / size)
+    return Axis("time", f"training time ({unit})", "Loss by training time", "times not recorded", lambda _: 1 / size)
 
 
 def token_axis(runs: Sequence[Run]) -> Axis:
@@ -178,8 +177,7 @@ def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> li
         style.number_axis(axes.xaxis, 6, whole=axis.coordinate in {"step", "epoch"})
     else:
         axes.set(xticks=[], yticks=[], ylabel="")
-        recorded = any(curve_of(run, kind).points for run in runs)
-        text = axis.missing if recorded else "not recorded"
+        text = axis.missing if any(curve_of(run, kind).points for run in runs) else "not recorded"
         style.note_inside(axes, text, x=0.5, y=0.5, transform=axes.transAxes, ha="center")
     return ends
 
@@ -267,8 +265,7 @@ def _bars_picture(runs: Sequence[Run], texts: Texts, *, panels: Sequence[Bars]) 
         return f"no run recorded its {panels[0].title.lower()}"
     title, caption = panels[0].title if len(panels) == 1 else "Peak memory", _caption_of_bars(panels[0], runs)
     warnings = inference_stamps(runs) if LATENCY in panels or INFERENCE in panels else []
-    height = len(panels) * (1.0 + 0.42 * len(runs))
-    picture = texts.frame(title, caption, warnings=warnings, width=8.4, height=height)
+    picture = texts.frame(title, caption, warnings=warnings, width=8.4, height=len(panels) * (1.0 + 0.42 * len(runs)))
     for axes, bars in zip(picture.panels(len(panels)), panels, strict=True):
         draw_bars(axes, bars, runs)
         if len(panels) == 1:
@@ -294,8 +291,7 @@ def _overview(runs: Sequence[Run], texts: Texts) -> Frame:
     captions, warnings = (_speed_ups(runs), _caption_of_curves(runs)), inference_stamps(runs)
     picture = texts.frame(title, *captions, warnings=warnings, width=9.6, height=bar_height + loss_height)
     upper, lower = picture.body.subfigures(2, 1, squeeze=False, height_ratios=[bar_height, loss_height])[:, 0]
-    places = upper.subplots(bar_rows, COLUMNS, sharey=True, squeeze=False).flat
-    for index, axes in enumerate(places):
+    for index, axes in enumerate(upper.subplots(bar_rows, COLUMNS, sharey=True, squeeze=False).flat):
         axes.set_visible(index < len(panels))
         if index < len(panels):
             draw_bars(axes, panels[index], runs, label_width=22)
@@ -319,8 +315,7 @@ def _draw_loss_panels(body: SubFigure, runs: Sequence[Run], drawn: Sequence[tupl
     for index, run in enumerate(runs):
         kinds = [kind for kind in LOSS_KINDS if places(run, kind, axis)]
         lacking = f" ({axis.missing})" if not kinds else f" ({kinds[0]} only)" if len(kinds) == 1 else ""
-        look = style.look(index, count=len(runs)).line
-        handles.append(Line2D([], [], **look, label=shorten(run.name, 34) + lacking))
+        handles.append(Line2D([], [], **style.look(index, count=len(runs)).line, label=shorten(run.name, 34) + lacking))
     body.legend(handles=handles, loc="outside lower left", ncols=COLUMNS, frameon=False, handlelength=4)
 
 

@@ -62,8 +62,7 @@ def scaling_chart(sweep: suites.Sweep, texts: Texts) -> Frame | str:
     base = Line2D([], [], color=current().ink, marker="D", ls="", markersize=7, label="baseline")
     handles = [Line2D([], [], **_ideal(), label="ideal"), base]
     for name, group in names.items():
-        style = look(group, count=max(names.values()) + 1)
-        handles.append(Line2D([], [], **style.line, label=shorten(name, 24)))
+        handles.append(Line2D([], [], **look(group, count=max(names.values()) + 1).line, label=shorten(name, 24)))
     picture.legend(handles, columns=LEGEND_COLUMNS, handlelength=3.5)
     return picture
 

@@ -2,7 +2,8 @@
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeGuard
 
 # Errors that scripts turn into an exit code, and the exit codes (the table is in docs/exit-codes.md).
@@ -133,6 +134,14 @@ class Problems:
         """
         self._only_differs &= differs or not lines
         self._lines |= dict.fromkeys(lines)
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """A context whose ``UserError`` is noted, and ends it without an exception."""
+        try:
+            yield
+        except UserError as error:
+            self.add(*error.problems)
 
     def mention(self, word: str) -> bool:
         """Whether a mistake about ``word``, or about a misspelling of it, was already noted."""

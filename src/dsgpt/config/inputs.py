@@ -61,10 +61,10 @@ def read_init_from(options: Options, *, run_dir: Path, problems: Problems, quiet
     if not is_utf8(options.init_from):
         problems.add(f"--init_from {undecodable(options.init_from)}")
         return None
-    try:
+    source = None
+    with problems.collect():
         source = _recorded(options, options.init_from, run_dir) or _open_weights(options.init_from, quiet=quiet)
-    except UserError as error:
-        problems.add(*error.problems)
+    if source is None:
         return None
     given = shape_overrides(options)
     for field, flag in SHAPE_FLAGS.items():
@@ -186,11 +186,9 @@ def read_inputs(options: Options, topology: Topology, problems: Problems) -> Inp
 
 
 def _open(named: Path | str | None, flag: str, problems: Problems, *, apart: bool = False) -> DataSet | None:
-    try:
+    with problems.collect():
         return open_data(named, flag=flag, apart=apart) if named else None
-    except UserError as error:
-        problems.add(*error.problems)
-        return None
+    return None
 
 
 def check_vocabulary(inputs: Inputs, problems: Problems, notices: list[str]) -> None:

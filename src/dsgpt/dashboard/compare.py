@@ -395,8 +395,7 @@ def mean_run(group: Sequence[Run]) -> Run:
     figures["status"] = next((run.status for run in group if run.status != "completed"), first.status)
     segments = tuple(segment for run in group for segment in run.segments)
     notes = tuple(f"{run.name}: {note}" for run in group for note in run.notes)
-    name = f"{first.name} (mean of {len(group)} seeds)"
-    return replace(first, **figures, name=name, segments=segments, notes=notes)
+    return replace(first, **figures, name=f"{first.name} (mean of {len(group)} seeds)", segments=segments, notes=notes)
 
 
 def aligned(group: Sequence[Steps]) -> list[Steps]:

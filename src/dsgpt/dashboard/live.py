@@ -84,16 +84,14 @@ def show() -> None:
     chosen = left.multiselect("Runs", names, key="watch", bind="query-params", max_selections=AT_ONCE, placeholder=hint)
     window = right.slider("Smoothing (steps)", 1, 200, 1, key="window")
     count = len(to_watch(folder, chosen))
-    pause = max(SHORTEST_PAUSE, PAUSE_OF_A_RUN * count)
-    st.fragment(_look, run_every=pause)(folder, chosen, window, count)
+    st.fragment(_look, run_every=max(SHORTEST_PAUSE, PAUSE_OF_A_RUN * count))(folder, chosen, window, count)
 
 
 def to_watch(folder: Path, chosen: Sequence[str]) -> list[Summary]:
     """The chosen runs; else all that run; else the newest. At most ``AT_ONCE``."""
     summaries = reading.in_order(reading.summaries_of(folder))
     wanted = [each for each in summaries if each.name in chosen]
-    running = [each for each in summaries if each.status == Status.RUNNING]
-    return (wanted or running or summaries[:1])[:AT_ONCE]
+    return (wanted or [each for each in summaries if each.status == Status.RUNNING] or summaries[:1])[:AT_ONCE]
 
 
 def _look(folder: Path, chosen: Sequence[str], window: int, expected: int) -> None:

@@ -330,8 +330,7 @@ def _pipelined(orders: Sequence[Sequence[Pass]], lengths: dict[str, float]) -> l
 def _bars(setup: Setup, rank: int, placed: Sequence[tuple[Pass, float, float]], time: float) -> Iterator[Bar]:
     """Bars of ``rank``: its passes at these starts and ends, and its step, which all stages begin at ``time``."""
     sends, copies = defaultdict[Place, list[_Move]](list), defaultdict[Place, list[_Move]](list)
-    traffic = placed_traffic(setup, rank=rank)
-    for sent in sorted(traffic, key=lambda sent: _ORDER.get(sent.traffic.operation, 1)):
+    for sent in sorted(placed_traffic(setup, rank=rank), key=lambda sent: _ORDER.get(sent.traffic.operation, 1)):
         payload, among = byte_size(sent.traffic.payload_bytes), f"{sent.traffic.group_size} {sent.traffic.axis} ranks"
         label = f"{operation_name(sent.traffic)} {payload}"
         title = f"{operation_name(sent.traffic)}, {payload}, among {among}: this rank sends "

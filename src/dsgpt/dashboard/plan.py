@@ -166,8 +166,7 @@ def machines(folder: Path) -> tuple[list[MachineChoice], list[str]]:
             fitted = {} if path.name == CALIBRATION.name else {"measured": (path,)}
             count = max(each.devices for each in calibration.ceilings)
             measured.append(MachineChoice(name=name, flags={"machine": path, **fitted}, devices=count))
-    table = [MachineChoice(name=key, flags={"gpu": key}) for key in gpus()]
-    return [*measured, *table], broken
+    return [*measured, *(MachineChoice(name=key, flags={"gpu": key}) for key in gpus())], broken
 
 
 def _options() -> PlanOptions:

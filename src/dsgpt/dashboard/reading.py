@@ -490,8 +490,7 @@ def _step_reader(path: Path, device: int, inode: int) -> StepReader:  # noqa: AR
 def recorded_of(folder: Path, name: str) -> Recorded:
     """The present record of the run ``name`` below ``folder``."""
     try:
-        run_dir = inside(folder, name)
-        path = own_file(run_dir, RECORD_FILE)
+        path = own_file(inside(folder, name), RECORD_FILE)
         return Recorded() if path is None else _recorded(path, version_of(path), name)
     except (UserError, OSError) as error:
         return Recorded(problem=str(error), status=None)

@@ -43,8 +43,7 @@ def split_of(strategy: str, **flags: Any) -> Plan:
     """
     run_type, recipe = executed(strategy)
     path, problems = REPOSITORY / RECIPES / f"{recipe}.json", Problems()
-    options = PlanOptions(deepspeed_config=path, run_type=run_type, tokens=1.0, **flags)
-    request = read_request(options, problems)
+    request = read_request(PlanOptions(deepspeed_config=path, run_type=run_type, tokens=1.0, **flags), problems)
     return plan_of(fixed_setup(request, problems), request, PriceTable(notice="", prices=[]))
 
 
@@ -202,8 +201,7 @@ def explanations(setup: Setup) -> Iterator[tuple[str, str]]:
     facts["moved"] = "The optimizer state lies"
     if recipe.offload_param != "none":
         facts["moved"] = "The optimizer state and, between their uses, the weights lie"
-    on_drive = recipe.offload_optimizer == "nvme"
-    facts["away"] = "files on a local drive" if on_drive else "the memory of the host"
+    facts["away"] = "files on a local drive" if recipe.offload_optimizer == "nvme" else "the memory of the host"
     if setup.world_size == 1:
         parts.append("One device")
     elif copies > 1 or setup.run_type != "optimized":

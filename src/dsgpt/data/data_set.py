@@ -164,8 +164,7 @@ def attended_length(
     for window in order.at(np.arange(samples)).tolist():
         spans = windows.spans(window)
         ids = np.concatenate([file.memmap()[first : first + tokens] for file, first, tokens in spans])[:seq_length]
-        starts = np.flatnonzero(ids == end_of_text)
-        squares += int((np.diff([0, *starts, seq_length]) ** 2).sum())
+        squares += int((np.diff([0, *np.flatnonzero(ids == end_of_text), seq_length]) ** 2).sum())
     return squares / (samples * seq_length)
 
 

@@ -110,12 +110,11 @@ def read_sources(path: Path) -> list[SourceEntry]:
         raise TokenFileError(f"{beside}: is missing; an older preparation wrote none: prepare again with --overwrite")
     cure = "; prepare again with --overwrite"
     what, most = "a list of source files", MAX_SOURCES_BYTES
-    read = read_or_refuse(beside, SourceList, what, cure=cure, refusal=TokenFileError, max_bytes=most)
     return [
         replace(each, path=os.fsdecode(unquote_to_bytes(each.path.removeprefix(_ENCODED))))
         if each.path.startswith(_ENCODED)
         else each
-        for each in read.files
+        for each in read_or_refuse(beside, SourceList, what, cure=cure, refusal=TokenFileError, max_bytes=most).files
     ]
 
 

@@ -63,8 +63,7 @@ class WindowDataset(Dataset[Batch]):
             TokenFileError: a file cannot be read; or an id is outside the vocabulary, which on a GPU would fail an
                 assertion in a kernel.
         """
-        length = self._windows.seq_length
-        rows = np.zeros((len(windows), length + 1), dtype=self._dtype)
+        rows = np.zeros((len(windows), self._windows.seq_length + 1), dtype=self._dtype)
         for row, window in zip(rows, windows, strict=True):
             if window != PADDING_WINDOW:
                 done = 0

@@ -70,8 +70,7 @@ class Encoding:
     def position(self, file: SourceFile, document: Document) -> int:
         """Decides the split: a number below 2^64, uniform over names, a function of the seed and the name alone."""
         name = document.key if self.split_by == "documents" else file.key
-        digest = hashlib.sha256(f"{self.seed}\0{name}".encode(errors=PRINTABLE)).digest()
-        return int.from_bytes(digest[:8], "big")
+        return int.from_bytes(hashlib.sha256(f"{self.seed}\0{name}".encode(errors=PRINTABLE)).digest()[:8], "big")
 
 
 class Part(NamedTuple):

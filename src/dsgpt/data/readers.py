@@ -229,8 +229,7 @@ def read_json_lines(
                 names = ", ".join(map(repr, row)) or "no keys at all"
                 raise UserError(f"{where}: has no key {text_key!r}, it has {names}; name the right one with --text_key")
             text, data, mended = checked(row[text_key], where)
-            key = str(row.get(key_field, f"{file.key}:{number}"))
-            yield Document(key, text, data, len(line), place, bad or mended)
+            yield Document(str(row.get(key_field, f"{file.key}:{number}")), text, data, len(line), place, bad or mended)
 
 
 def cut_json_lines(file: SourceFile, **reading: Any) -> Iterator[Range]:

@@ -205,8 +205,7 @@ def _incomparable(one: Contents, other: Contents) -> str:
     """Why the documents of two files cannot be compared; empty if they can."""
     if not (len(one.hashes) and len(other.hashes)):
         return "nothing says where the documents of both end"
-    sidecars = (one.file.sidecar, other.file.sidecar)
-    makers = {(each.tokenizer and each.tokenizer.sha256, each.dtype) for each in sidecars}
+    makers = {(each.tokenizer and each.tokenizer.sha256, each.dtype) for each in (one.file.sidecar, other.file.sidecar)}
     return "other tokenizers made their ids" if len(makers) > 1 else ""
 
 
@@ -295,7 +294,6 @@ def _card(contents: Contents, options: VerifyOptions, *, compared: Sequence[Path
         sources = read_sources(file.path)
         files = f"{counted(len(sources), 'file')}, {sum(each.size or 0 for each in sources):,} bytes"
     maker = sidecar.tokenizer
-    others = ", ".join(path.name for path in compared) or "no other file"
     facts = {
         "source": sidecar.source or "not noted",
         "source files": files,
@@ -306,7 +304,7 @@ def _card(contents: Contents, options: VerifyOptions, *, compared: Sequence[Path
         "tokenizer": f"{maker.name}, sha256 {maker.sha256}" if maker else "not noted",
         "end-of-text id": f"{sidecar.eot_id}",
         "sha256": sidecar.sha256 or "not noted",
-        "no document is also in": others,
+        "no document is also in": ", ".join(path.name for path in compared) or "no other file",
         "no run of 13 words is also in": ", ".join(path.name for path in options.against) or "not compared",
     }
     rows = "".join(f"| {name} | {str(value).replace('|', '&#124;')} |\n" for name, value in facts.items())
@@ -323,10 +321,8 @@ def _verified(path: Path, options: VerifyOptions, problems: Problems) -> Content
         return None
     sha256 = ""
     with progress(total=3 * file.size_bytes, description=f"reading {path.name}", unit="B") as bar:
-        try:
+        with problems.collect():
             sha256 = file.verified_sha256(bar.update)
-        except TokenFileError as error:
-            problems.add(*error.problems)
         contents = read_contents(file, advance=bar.update)
     problems.add(*(faults := [*faults_of(contents)]))
     if not sha256 or faults:
@@ -381,8 +377,7 @@ def main(words: Sequence[str] | None = None, *, draw: Callable[[Sequence[Content
     for each in read if options.card else ():
         card = each.file.path.with_suffix(".card.md")
         compared = [other.file.path for other in read if other is not each and not _incomparable(each, other)]
-        text = _card(each, options, compared=compared)
-        write_atomic(card, text.encode())
+        write_atomic(card, _card(each, options, compared=compared).encode())
         print(f"wrote {card}")
     noted = sum(each.file.sidecar.sha256 is not None for each in read)
     some = f"{noted} as noted, of the rest nothing is noted" if noted else "nothing is noted"

@@ -227,10 +227,8 @@ def _prompts(request: GenerateRequest, problems: Problems) -> list[str]:
     elif request.prompt_file is not None or request.stdin == "-":
         file = None if str(request.prompt_file) == "-" else request.prompt_file
         what = f"--prompt_file {file}" if file else "standard input"
-        try:
+        with problems.collect():
             prompts.append(text_of(file, what).removesuffix("\n"))
-        except UserError as error:
-            problems.add(*error.problems)
     return prompts or [""]
 
 

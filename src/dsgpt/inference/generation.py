@@ -363,10 +363,8 @@ class Writer:
         """
         problems, encoded = Problems(), []
         for prompt in prompts:
-            try:
+            with problems.collect():
                 encoded.append(encode_prompt(prompt, self.tokenizer, self.config))
-            except UserError as error:
-                problems.add(*error.problems)
         problems.raise_if_any()
         count = self._request.num_samples
         wanted = ((prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True) for _ in range(count))

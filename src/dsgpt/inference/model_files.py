@@ -210,10 +210,8 @@ def export(source: Path, out: Path, *, form: str, dtype: str, which: str, consol
         problems.add(f"{out}: {place} is a file, not a folder: name another folder")
     elif not os.access(place, os.W_OK | os.X_OK):
         problems.add(f"{out}: no permission to write in {place}: name another folder")
-    try:
+    with problems.collect():
         model = open_model(source, which=which, flag="--from", console=console)
-    except UserError as error:
-        problems.add(*error.problems)
     problems.raise_if_any()
     write_model(model, out, form=form, dtype=dtype, console=console)
 

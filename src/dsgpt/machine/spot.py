@@ -42,9 +42,8 @@ Ask = Callable[..., str]
 
 
 def _ask(address: str, headers: Mapping[str, str], method: str = "GET", *, seconds: float) -> str:
-    request = urllib.request.Request(address, headers=dict(headers), method=method)
     try:
-        with _open(request, timeout=seconds) as answer:
+        with _open(urllib.request.Request(address, headers=dict(headers), method=method), timeout=seconds) as answer:
             return str(answer.read(1 << 16), "utf-8", "replace")
     except http.client.HTTPException as error:
         raise OSError(f"{address}: no whole answer ({type(error).__name__})") from error

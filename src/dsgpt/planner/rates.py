@@ -659,9 +659,8 @@ def utilisation(
     peak: float | None = gpu.peak(precision) if gpu else None
     if calibration is not None and hardware.get("device") == "cpu":
         here = calibration.hardware | {"threads_per_device": calibration.threads_per_device}
-        same = ("device", "cpu_name", "cpu_count", "threads_per_device")
         if (
-            all(here.get(key) == hardware.get(key) for key in same)
+            all(here.get(key) == hardware.get(key) for key in ("device", "cpu_name", "cpu_count", "threads_per_device"))
             and (ranks := hardware.get("local_world_size")) is not None
         ):
             ceilings = at_ranks({each.devices: each for each in calibration.ceilings}, ranks)

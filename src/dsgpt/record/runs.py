@@ -298,8 +298,7 @@ def read_run(path: Path, *, name: str) -> Run:
     if path.is_dir():
         path = path / RECORD_FILE
     notes: list[str] = []
-    record = read_record(path, name=name, notes=notes)
-    return run_of(record, name=name, log=path.with_name(STEPS_FILE), notes=notes)
+    return run_of(read_record(path, name=name, notes=notes), name=name, log=path.with_name(STEPS_FILE), notes=notes)
 
 
 def read_record(path: Path, *, name: str, notes: list[str]) -> Fields:

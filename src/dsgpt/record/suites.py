@@ -351,8 +351,7 @@ def read_concurrency(file: Path) -> Concurrency:
     Raises:
         UserError: it is missing, or not such a record of this schema; one line.
     """
-    parse = partial(parse_as, kind=Concurrency, unknown_keys=True)
-    return _read(file, parse, "a record of benchmark.py inference")
+    return _read(file, partial(parse_as, kind=Concurrency, unknown_keys=True), "a record of benchmark.py inference")
 
 
 # What runs and the cells of sweeps have in common for charts.

@@ -62,8 +62,7 @@ def read_segments(record: Fields) -> tuple[Segment, ...]:
         if first is not None and last is not None:
             figures = {name: section.number(name) for name in FIGURES}
             busy = busy_words({"cpu_share_of_others": section.number("cpu_share_of_others")})
-            setup = _setup(section, section)
-            recorded.append(Segment(int(first), int(last), setup, figures, busy, quantized(section)))
+            recorded.append(Segment(int(first), int(last), _setup(section, section), figures, busy, quantized(section)))
     segments = [each for each in recorded if each.last_step and each.last_step >= each.first_step] or recorded[-1:]
     if not segments:
         segments = [Segment(1, None, _setup(record, record.section("training_config")))]

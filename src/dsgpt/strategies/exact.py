@@ -54,8 +54,7 @@ class ExactSums:
         """
         for module in model.modules():
             if names := [name for name, value in module._parameters.items() if value is not None]:
-                sums = {name: _Sum() for name in names}
-                module.register_forward_pre_hook(partial(self._take_copies, sums))
+                module.register_forward_pre_hook(partial(self._take_copies, {name: _Sum() for name in names}))
                 module.register_forward_hook(_drop_copies, always_call=True)
             if isinstance(module, Head):
                 module.whole_logits = True  # as in a pipeline

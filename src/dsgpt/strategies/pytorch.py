@@ -471,8 +471,7 @@ def sharded_model(config: RunConfig, device: torch.device) -> GPT2:
     shards = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):  # tied parameters stay tied
         if parameter not in filled:
-            whole = values(name, parameter.shape)
-            rows = _own_rows(whole, config.topology.rank, config.topology.world_size)
+            rows = _own_rows(values(name, parameter.shape), config.topology.rank, config.topology.world_size)
             # Master weights start rounded to the precision of the computation, as under every strategy.
             own = torch.empty_like(parameter, device=home)
             _dtensor(own).to_local().copy_(rows.to(low))

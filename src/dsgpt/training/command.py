@@ -38,8 +38,7 @@ def train(arguments: Sequence[str]) -> int:  # noqa: PLR0911 - one for each kind
         with Interruption(launcher, speaks=speaks) as interruption:
             return _train(arguments, interruption, speaks=speaks)
     except TokenFileError as error:  # while reading; a data worker puts its traceback before the message
-        line = str(error).rsplit("TokenFileError: ", 1)[-1].strip()
-        return _complain([line], errors.EXIT_USER_ERROR, speaks=True)
+        return _complain([str(error).rsplit("TokenFileError: ", 1)[-1].strip()], errors.EXIT_USER_ERROR, speaks=True)
     except errors.UserError as error:
         return _complain(error.problems, errors.EXIT_USER_ERROR, speaks=speaks)
     except errors.LostRank as error:

@@ -277,8 +277,7 @@ class Segments:
             **self._load.figures(),
         }
         facts = {**self._description["training_config"], **self._description, **measured}
-        this = Segment(**{field.name: facts[field.name] for field in fields(Segment)})
-        self.all = [*self._earlier, this]
+        self.all = [*self._earlier, Segment(**{field.name: facts[field.name] for field in fields(Segment)})]
 
     def peaks(self, *, since_step: int = 1) -> dict[str, Any]:
         """The memory keys of the summary, or of an epoch that began with ``since_step``."""
@@ -491,7 +490,6 @@ class Journal:
         figures = self.meter.epoch
         self._note_segment()
         earlier = sum(finished["epoch_wall_time_sec"] for finished in self.record.epochs)
-        peaks = self._segments.peaks(since_step=self.meter.run.steps - figures.steps + 1)
         finished = Epoch(
             epoch_idx=epoch,
             epoch_wall_time_sec=max(0.0, self.meter.wall_seconds() - earlier),
@@ -502,7 +500,7 @@ class Journal:
             tokens_processed_global=figures.steps * self._config.tokens_per_step,
             train_loss_avg_global=figures.loss_mean(),
             val_loss_avg_global=self.last_val_loss,
-            **peaks,
+            **self._segments.peaks(since_step=self.meter.run.steps - figures.steps + 1),
             tokens_per_sec_global=figures.tokens_per_sec(),
             step_time_mean_sec=mean(figures.step_secs),
             step_time_p50_sec=percentile(figures.step_secs, 0.50),

@@ -351,12 +351,11 @@ def _train(
                         lines = f"{len(damaged)}, the first was line {damaged[0]}"
                         logger.warning(f"{steps_file}: damaged lines dropped: {lines}")
                 barrier()
-            trackers = open_trackers(config, description=description, done=done)
             journal = Journal(
                 config,
                 device=device,
                 description=description,
-                sinks=open_sinks(config, done=done, trackers=trackers),
+                sinks=open_sinks(config, done=done, trackers=open_trackers(config, description=description, done=done)),
                 ranks=ranks,
                 plan=prepared.plan,
                 goodput=prepared.goodput,
@@ -492,8 +491,7 @@ def _next_setting(config: RunConfig, *, start: bool) -> str:
     if setup.run_type == "optimized" and setup.sizes.ranks_per_copy == 1 and setup.world_size > 1:
         stages += range(stages[0] + 1, 4)
     for stage in stages[start:]:
-        zero = replace(setup.recipe.zero_optimization, stage=stage)
-        recipe = replace(setup.recipe, zero_optimization=zero)
+        recipe = replace(setup.recipe, zero_optimization=replace(setup.recipe.zero_optimization, stage=stage))
         in_recipe = f"zero_optimization.stage {stage} in the recipe, " if stage > stages[0] else ""
         for flags, candidate in replace(setup, recipe=recipe).arrangements():
             smaller = candidate.micro_batch_size <= setup.micro_batch_size

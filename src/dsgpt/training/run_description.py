@@ -317,13 +317,12 @@ def describe_run(config: RunConfig, start: ResumePoint, *, hashes: dict[str, str
 
 def _data_facts(data: DataSet, name: str, hashes: Mapping[str, str | None]) -> dict[str, Any]:
     """The entries of the record's ``data``; ``NAME_sources`` is there only for several files."""
-    texts = dict.fromkeys(file.sidecar.source for file in data.files if file.sidecar.source)
     facts: dict[str, Any] = {
         "path": str(data.path),
         "sha256": hashes[name],
         "size_bytes": sum(file.size_bytes for file in data.files),
         "tokens": data.tokens,
-        "source": "; ".join(texts) or None,
+        "source": "; ".join(dict.fromkeys(file.sidecar.source for file in data.files if file.sidecar.source)) or None,
     }
     if len(data.files) > 1:
         facts["sources"] = [

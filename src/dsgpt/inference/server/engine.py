@@ -94,8 +94,7 @@ def twin_of(model: "GPT2LMHeadModel") -> "GPT2LMHeadModel":
     one configuration in two threads it can stay there, and the attention of every later pass without a mask is no
     longer causal.
     """
-    shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
-    return copy.deepcopy(model, shared)
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())})
 
 
 # Opens a model for serving: exports it on the fly, and loads the export with transformers.

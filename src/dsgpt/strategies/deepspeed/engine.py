@@ -139,9 +139,8 @@ class DeepSpeedStrategy(Strategy):
             ds_config: the JSON that DeepSpeed gets.
             groups: of ranks that share the model (DeepSpeed's ``mpu``); None if every rank is a data rank.
         """
-        optimizer = build_deepspeed_optimizer(self._parameters, config)
         self._engine, self._optimizer, _, _ = self._deepspeed.initialize(
-            model=model, optimizer=optimizer, config=ds_config, mpu=groups
+            model=model, optimizer=build_deepspeed_optimizer(self._parameters, config), config=ds_config, mpu=groups
         )
         take_norms_of_blocks(self._optimizer)
         wait_once(self._optimizer)

@@ -126,12 +126,10 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
         ]
         # Lays the ranks out as ``Topology`` says: by stage, then data, then tensor.
         ranks = PipeModelDataParallelTopology(num_pp=sizes.pipeline, num_mp=sizes.tensor, num_dp=data)
-        partition = config.recipe.pipeline.partition
-        super().__init__(layers=layers, topology=ranks, loss_fn=loss, partition_method=partition)
+        super().__init__(layers=layers, topology=ranks, loss_fn=loss, partition_method=config.recipe.pipeline.partition)
         if (group := self._tensor_group()) is not None:
             self.vocabulary = vocabulary_part(model, group, give)
-        blocks = [f"blocks.{layer}" for layer in range(model.n_layer)]
-        self._names = [_TIED, "wpe", *blocks, "ln_f", _TIED]
+        self._names = [_TIED, "wpe", *(f"blocks.{layer}" for layer in range(model.n_layer)), "ln_f", _TIED]
         shapes, values = parameter_shapes(model), initial_values(config)
         rank, size = self._grid.get_slice_parallel_rank(), self._grid.get_slice_parallel_world_size()
         with torch.no_grad():

@@ -218,8 +218,7 @@ class Zero(DeepSpeedStrategy):
 
     def _micro_batch_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sum of losses and number of targets over what this rank reads of the micro batch."""
-        loss_sum = self._engine(batch.inputs, batch.targets, reduction="sum")
-        return loss_sum, (batch.targets != IGNORED_TARGET).sum()
+        return self._engine(batch.inputs, batch.targets, reduction="sum"), (batch.targets != IGNORED_TARGET).sum()
 
     def _before_step(self) -> Tensor | None:
         """Look at the reduced gradients before DeepSpeed clips them; return their norm where DeepSpeed reports none."""
@@ -241,8 +240,7 @@ class Zero(DeepSpeedStrategy):
         self._engine.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # losses, targets
         for _ in range(self._accumulation):
-            batch = base.to_device(next(batches), self._device)
-            loss_sum, tokens = self._micro_batch_sums(batch)
+            loss_sum, tokens = self._micro_batch_sums(base.to_device(next(batches), self._device))
             sums[0] += loss_sum
             sums[1] += tokens
         loss_sum, tokens = sum_over_ranks(sums) / self._copies  # exact for whole numbers
