@@ -38,6 +38,11 @@ FREE = (*("seed", "optimizer steps", "tokens"), *(fact for fact in WORK_FACTS if
 schedule does."""
 
 
+SHAPE = ("model n_layer", "model n_embd")
+"""Facts by which the reference of a run is found."""
+UNEXPLAINED = "no recorded setting differs from the reference but the seed: look at the data order and the code"
+
+
 def band_of(curves: Sequence[Sequence[float]]) -> dict[str, list[float]]:
     """The band of losses (seeds, steps): its edges and its middle at each step.
 
@@ -77,10 +82,9 @@ def losses_of(run: Run) -> list[float]:
     """
     steps = run.train_curve.at_steps()
     if not steps or sorted(steps) != list(range(1, len(steps) + 1)):
-        raise UserError(
-            f"{run.name}: has no loss of each step from the first: give a run folder with its metrics.jsonl"
-        )
-    return [steps[step] for step in range(1, len(steps) + 1)]
+        missing = "has no loss of each step from the first"
+        raise UserError(f"{run.name}: {missing}: give a run folder with its metrics.jsonl")
+    return [steps[step] for step in sorted(steps)]
 
 
 def source_of(folder: Path) -> str:
@@ -101,23 +105,14 @@ def verdict(folder: Path, bands: Path) -> tuple[list[str], bool, dict[str, Any],
         raise UserError(f"--bands {bands}: is no record of reference runs ({error})") from error
     expected = {one["source"] for one in sizes.values()}
     if source not in expected:
-        raise UserError(
-            f"{folder}: was trained on {source}, and the bands are of {', '.join(expected)}: prepare the "
-            f"corpus {TRANSFORMERS_NAME} with data_prep/preprocess.py, and train on it"
-        )
-    shape = [run.work[fact] for fact in ("model n_layer", "model n_embd")]
-    size = next(
-        (
-            name
-            for name, one in sizes.items()
-            if [one["work"][f"model {key}"] for key in ("n_layer", "n_embd")] == shape
-        ),
-        None,
-    )
+        other = f"was trained on {source}, and the bands are of {', '.join(expected)}"
+        todo = f"prepare the corpus {TRANSFORMERS_NAME} with data_prep/preprocess.py, and train on it"
+        raise UserError(f"{folder}: {other}: {todo}")
+    shapes = {tuple(one["work"][fact] for fact in SHAPE): name for name, one in sizes.items()}
+    size = shapes.get(tuple(run.work[fact] for fact in SHAPE))
     if size is None:
-        raise UserError(
-            f"{folder}: no reference has its model; there are {', '.join(sizes)}: train one of --model_size"
-        )
+        there = f"there are {', '.join(sizes)}: train one of --model_size"
+        raise UserError(f"{folder}: no reference has its model; {there}")
     reference, losses = sizes[size], losses_of(run)
     lines = [
         f"{one.fact}: {show(one.values[1])}; the reference has {show(one.values[0])}"
@@ -126,34 +121,19 @@ def verdict(folder: Path, bands: Path) -> tuple[list[str], bool, dict[str, Any],
     ]
     step, judged = first_outside(losses, reference["band"]), min(len(losses), len(reference["band"]["low"]))
     if step is None:
-        return (
-            [f"normal: the loss of steps 1 to {judged} is inside the band of {size}", *lines],
-            True,
-            reference,
-            losses,
-        )
-    low, high = (reference["band"][edge][step - 1] for edge in ("low", "high"))
-    because = lines or [
-        "no recorded setting differs from the reference but the seed: look at the data order and the code"
-    ]
-    return (
-        [
-            f"not normal: from step {step} on the loss is outside the band of {size}, there {low:.3f} to {high:.3f}",
-            *because,
-        ],
-        False,
-        reference,
-        losses,
-    )
+        said = f"normal: the loss of steps 1 to {judged} is inside the band of {size}"
+    else:
+        low, high = (reference["band"][edge][step - 1] for edge in ("low", "high"))
+        said = f"not normal: from step {step} on the loss is outside the band of {size}, there {low:.3f} to {high:.3f}"
+        lines = lines or [UNEXPLAINED]
+    return [said, *lines], step is None, reference, losses
 
 
 def band_page(record: frame.Record, *, source: str) -> str:
     """The page; ``source`` is the record's path, for the reader."""
     made = frame.made_from(record, source=source, name="band")
-    head = frame.filled(
-        "band", record, made=made, seeds=len(SEEDS), width=WIDTHS[len(SEEDS)], window=WINDOW, streak=STREAK, floor=FLOOR
-    )
-    return frame.page_of(head, _table(record))
+    fields = {"seeds": len(SEEDS), "width": WIDTHS[len(SEEDS)], "window": WINDOW, "streak": STREAK, "floor": FLOOR}
+    return frame.page_of(frame.filled("band", record, made=made, **fields), _table(record))
 
 
 def summary_lines(record: frame.Record) -> list[str]:
@@ -174,9 +154,8 @@ def _table(record: frame.Record) -> str:
 class BandOptions(frame.SuiteOptions):
     """The command line."""
 
-    run: Path | None = flag(
-        Path, "RUN", "a run folder to judge; without it, the reference is made", name="run", nargs="?"
-    )
+    run: Path | None = flag(Path, "RUN", name="run", nargs="?")
+    """a run folder to judge; without it, the reference is made"""
     bands: Path = flag(Path, "RECORD", "the bands to judge by (default: the committed ones)", default=BANDS)
     plot: Path | None = flag(Path, "FILE", "with RUN: draw band and curve, a .png or .svg")
     size: tuple[str, ...] = frame.only_flag("SIZE", "sizes")
@@ -238,13 +217,8 @@ class Band(frame.Suite[BandOptions, dict[str, Any]]):
             outside = [
                 one["seed"] for one, others in zip(own, left_out, strict=True) if first_outside(one["losses"], others)
             ]
-            sizes[size] = {
-                "outside_the_others": outside,
-                "steps": steps,
-                "source": source_of(own[0]["folder"]),
-                "work": work,
-                "band": band,
-            }
+            text = source_of(own[0]["folder"])
+            sizes[size] = {"outside_the_others": outside, "steps": steps, "source": text, "work": work, "band": band}
         return {"seeds": list(SEEDS), "sizes": sizes}
 
     def failures(self, record: frame.Record) -> list[str]:
@@ -262,12 +236,6 @@ def judge_run(options: BandOptions) -> int:
         draw_band(losses, reference["band"], options.plot, window=WINDOW, name=str(options.run))
     print("\n".join(lines))
     shown = ["charts/generate_charts.py", "--run", f"run={options.run}"]
-    print(
-        next_line(
-            [
-                ".venv/bin/python",
-                *(shown if options.plot else ["src/benchmark.py", "band", options.run, "--plot", "band.png"]),
-            ]
-        )
-    )
+    drawn = ["src/benchmark.py", "band", options.run, "--plot", "band.png"]
+    print(next_line([".venv/bin/python", *(shown if options.plot else drawn)]))
     return EXIT_DONE if normal else frame.EXIT_FAILED
