@@ -178,8 +178,10 @@ def training(tmp_path):
 
 def found(training, *, bounds=parity.CPU[parity.FP32], replicas="all"):
     """By fact that is out of bounds, the first place where it is."""
-    (folder, reference, ranks), files = training, {"reference_folder": training[0] / "reference"}
-    comparison = compare(ranks, folder / "cell", reference=reference, bounds=bounds, replicas=replicas, **files)
+    folder, reference, ranks = training
+    ends = ((folder / "cell", ranks), (folder / "reference", [reference]))
+    cell, expected = (CellEnd(folder=where, ranks=files, status="done") for where, files in ends)
+    comparison = compare(cell, expected, bounds=bounds, replicas=replicas)
     return {failure["fact"]: failure["where"] for failure in comparison.failures}
 
 

@@ -130,10 +130,9 @@ _SPLIT = (
     _split("pipeline2-tensor2-zero1", "3d", 1, ranks=(8,), replicas="some"),
     _split("pipeline2-tensor2-zero0", "3d", 0, ranks=(8,), replicas="some", whole=False),
 )
-_REFUSED = (
-    _split("tensor2-zero3", "tensor", 3, ranks=(2,), whole=False, refused=True),
-    _split("pipeline2-zero2", "pipeline", 2, ranks=(2,), whole=False, refused=True),
-    _split("pipeline2-zero3", "pipeline", 3, ranks=(2,), whole=False, refused=True),
+_REFUSED = tuple(
+    _split(f"{recipe}2-zero{stage}", recipe, stage, ranks=(2,), whole=False, refused=True)
+    for recipe, stage in (("tensor", 3), ("pipeline", 2), ("pipeline", 3))
 )
 _WITHOUT_CLIPPING = (
     *("ddp", "fsdp", "zero0", "zero1", "zero2", "zero3"),
@@ -389,13 +388,8 @@ nothing."""
 
 def shape(device: str) -> dict[str, int]:
     """The model's shape on ``device``, ``cpu`` or ``cuda``, as flags of ``src/gpt2.py``."""
-    return {
-        "num_layers": 2,
-        "num_heads": 2,
-        "embedding_size": WIDTHS[device],
-        "max_position_embeddings": SEQUENCE,
-        "seq_length": SEQUENCE,
-    }
+    sizes = {"num_layers": 2, "num_heads": 2, "embedding_size": WIDTHS[device]}
+    return sizes | {"max_position_embeddings": SEQUENCE, "seq_length": SEQUENCE}
 
 
 def write_recipe(path: Path, cell: Cell, *, recipes: Path, training: str | None = None) -> Path:
@@ -429,17 +423,11 @@ def write_recipe(path: Path, cell: Cell, *, recipes: Path, training: str | None 
 
 def flags(cell: Cell, *, recipe: Path, corpus: Corpus, run_dir: Path, device: str, steps: int = STEPS) -> list[str]:
     """The flags of ``src/gpt2.py`` that train this cell for ``steps`` optimizer steps."""
-    values: dict[str, object] = {
-        "run_type": STRATEGIES[cell.strategy].run_type,
-        **file_values(corpus, recipe=recipe, run_dir=run_dir),
-        **shape(device),
-        "dropout": 0,
-        "max_train_steps": steps,
-        "grad_accum_steps": cell.accumulation,
-        "precision": cell.precision,
-        "device": device,
-    }
-    return training_words(values | ({cell.option.replace(" ", "_"): True} if cell.option else {}))
+    values: dict[str, object] = {"run_type": STRATEGIES[cell.strategy].run_type}
+    values |= {**file_values(corpus, recipe=recipe, run_dir=run_dir), **shape(device), "dropout": 0}
+    values |= {"max_train_steps": steps, "grad_accum_steps": cell.accumulation, "precision": cell.precision}
+    values |= {"device": device} | ({cell.option.replace(" ", "_"): True} if cell.option else {})
+    return training_words(values)
 
 
 # Runs cells in a folder: text, recipes and flags for each, then one launch for many of them.

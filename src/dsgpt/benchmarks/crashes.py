@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from dsgpt.benchmarks import crashes_disk as disks
 from dsgpt.benchmarks import frame
-from dsgpt.benchmarks.cells import STRATEGIES
+from dsgpt.benchmarks.cells import STRATEGIES, CellRunner
 from dsgpt.benchmarks.faults import RUNS, STEPS
+from dsgpt.benchmarks.launch import Assignment
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST, STATE_FILE, FileFacts
 from dsgpt.common.command_line import COUNT, POSITIVE, flag
@@ -204,10 +205,6 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
     """Of each wrong answer the first, in words."""
 
-    def count(self, *answers: str) -> int:
-        """States with one of ``answers``."""
-        return sum(one.get(answer, 0) for one in self.answers.values() for answer in answers)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CrashOptions(frame.SuiteOptions):
@@ -248,8 +245,9 @@ def crashes_page(record: frame.Record, *, source: str) -> str:
     )
 
 
-def _count(one: dict[str, Any], word: str) -> int:
-    return sum(answers.get(word, 0) for answers in one["answers"].values())
+def _count(one: dict[str, Any], *words: str) -> int:
+    """States of a scenario with one of these answers."""
+    return sum(answers.get(word, 0) for answers in one["answers"].values() for word in words)
 
 
 def _commands(record: frame.Record, scenario: str) -> str:
@@ -300,10 +298,58 @@ class Crashes(frame.Suite[CrashOptions, Outcome]):
         from dsgpt.benchmarks.faults_runs import Runs  # noqa: PLC0415 - torch takes seconds
 
         self._runs = Runs(self.folder, repository=self.repository)
+        self._runner = CellRunner(self._runs.folder, repository=self.repository, device="cpu")
 
     def results(self) -> Iterator[Outcome]:
         for name, scenario in self._chosen.items():
-            yield from try_scenario(name, scenario, self._runs, self.options, commands=self._commands.get(name, 0))
+            yield from self._tried(name, scenario)
+
+    def _tried(self, name: str, scenario: Scenario) -> Iterator[Outcome]:
+        """Trace a scenario and resume the states of its disk; then some of them by whole commands."""
+        from dsgpt.config.options import parse_arguments  # noqa: PLC0415 - as above
+        from dsgpt.config.run_config import resolve  # noqa: PLC0415
+        from dsgpt.machine.topology import read_topology  # noqa: PLC0415
+
+        runs, options, commands = self._runs, self.options, self._commands.get(name, 0)
+        run_dir, damaged = _prepared(scenario, runs, name)
+        before, file = disks.read_tree(run_dir.parent), runs.folder / f"{run_dir.parent.name}.strace"
+        how: dict[str, Any] = {"prefix": (*disks.STRACE, str(file)), "log": disks.CONSOLE}
+        how |= {"launcher": ("-c", _PLANTED.format(scenario.plant))} if scenario.plant else {}
+        with runs.start(scenario.run, run_dir, *scenario.flags, **how) as one:
+            if code := one.wait():
+                raise UserError(f"the traced run of {name} ended with exit code {code}: {one.output()[-500:]}")
+        trace = disks.read_trace(file, root=run_dir.parent, before=before)
+        truth = truth_of(trace, overwrites=scenario.before == FINISHED, damaged=damaged)
+        given, problems = parse_arguments([*runs.words("baseline", run_dir, {}), "--resume"])
+        config = resolve(given, topology=read_topology({}), problems=problems)
+        answers, wrong, chosen, chance = dict[str, Counter[str]](), dict[str, str](), [], random.Random(options.seed)
+        for count, state in enumerate(disks.states(trace, seed=options.seed, most=options.states)):
+            answer, said = judge(state, truth, config)
+            answers.setdefault(state.kind, Counter())[answer] += 1
+            if answer not in RIGHT:
+                wrong.setdefault(answer, f"{answer} ({state.kind}): {said.replace(f'{run_dir.parent}/', '')[:300]}")
+            if count < commands:
+                chosen.append(state)
+            elif (place := chance.randrange(count + 1)) < commands:
+                chosen[place] = state
+        counts = {kind: dict(each) for kind, each in answers.items()}
+        total = sum(each.total() for each in answers.values())
+        yield Outcome(scenario=name, states=total, answers=counts, wrong=list(wrong.values()))
+        yield from self._trained_on(name, scenario.run, chosen)
+
+    def _trained_on(self, name: str, run: str, chosen: Sequence[disks.State]) -> Iterator[Outcome]:
+        """Resume ``run`` on some states to its end, in processes that are forked from one launch."""
+        place = RUNS[run].ranks, STRATEGIES[RUNS[run].strategy].launcher
+
+        def assigned(state: disks.State) -> Assignment:
+            run_dir = self._runs.new(name)
+            put(state, run_dir)
+            flags = [*self._runs.words(run, run_dir, {}), "--resume"]
+            return Assignment(folder=str(run_dir.parent), flags=flags, call="dsgpt.benchmarks.resume:train")
+
+        for _, end in self._runner.run(chosen, place=lambda _: place, assign=assigned):
+            wrong = end.message or self._runs.difference(run, end.folder / "run")
+            yield Outcome(scenario=name, command=True, wrong=[f"{name}: {wrong}"] if wrong else [])
 
     def line(self, result: Outcome, *, count: str, left: str) -> str:
         how = "; ".join(result.wrong) or "as it should be"
@@ -311,7 +357,8 @@ class Crashes(frame.Suite[CrashOptions, Outcome]):
         return f"{count} {result.scenario}: {what}: {how}{left}"
 
     def record(self, results: Sequence[Outcome]) -> frame.Record:
-        parts = [asdict(one) | {"wrong_states": one.states - one.count(*RIGHT)} for one in results]
+        parts = [asdict(one) for one in results]
+        parts = [one | {"wrong_states": one["states"] - _count(one, *RIGHT)} for one in parts]
         return {
             "work": {"steps": STEPS, "states_at_a_moment": self.options.states, "seed": self.options.seed},
             "scenarios": [one for one in parts if not one["command"]],
@@ -321,62 +368,6 @@ class Crashes(frame.Suite[CrashOptions, Outcome]):
     def failures(self, record: frame.Record) -> list[str]:
         wrong = [one["scenario"] for one in record["scenarios"] if (one["scenario"] in PLANTS) != bool(one["wrong"])]
         return wrong + [one["scenario"] for one in record["commands"] if one["wrong"]]
-
-
-def try_scenario(
-    name: str, scenario: Scenario, runs: "Runs", options: CrashOptions, *, commands: int
-) -> Iterator[Outcome]:
-    """Trace a scenario and resume the states of its disk; then some of them by whole commands."""
-    from dsgpt.config.options import parse_arguments  # noqa: PLC0415 - as above
-    from dsgpt.config.run_config import resolve  # noqa: PLC0415
-    from dsgpt.machine.topology import read_topology  # noqa: PLC0415
-
-    run_dir, damaged = _prepared(scenario, runs, name)
-    before, file = disks.read_tree(run_dir.parent), runs.folder / f"{run_dir.parent.name}.strace"
-    planted = ("-c", _PLANTED.format(scenario.plant)) if scenario.plant else ()
-    prefix = (*disks.STRACE, str(file))
-    with runs.start(scenario.run, run_dir, *scenario.flags, prefix=prefix, launcher=planted, log=disks.CONSOLE) as one:
-        if code := one.wait():
-            raise UserError(f"the traced run of {name} ended with exit code {code}: {one.output()[-500:]}")
-    trace = disks.read_trace(file, root=run_dir.parent, before=before)
-    truth = truth_of(trace, overwrites=scenario.before == FINISHED, damaged=damaged)
-    given, problems = parse_arguments([*runs.words("baseline", run_dir, {}), "--resume"])
-    config = resolve(given, topology=read_topology({}), problems=problems)
-    answers, wrong, chosen, chance = dict[str, Counter[str]](), dict[str, str](), [], random.Random(options.seed)
-    for count, state in enumerate(disks.states(trace, seed=options.seed, most=options.states)):
-        answer, said = judge(state, truth, config)
-        answers.setdefault(state.kind, Counter())[answer] += 1
-        if answer not in RIGHT:
-            wrong.setdefault(answer, f"{answer} ({state.kind}): {said.replace(f'{run_dir.parent}/', '')[:300]}")
-        if count < commands:
-            chosen.append(state)
-        elif (place := chance.randrange(count + 1)) < commands:
-            chosen[place] = state
-    counts = {kind: dict(each) for kind, each in answers.items()}
-    total = sum(each.total() for each in answers.values())
-    yield Outcome(scenario=name, states=total, answers=counts, wrong=list(wrong.values()))
-    yield from _train_on(name, scenario.run, chosen, runs)
-
-
-def _train_on(name: str, run: str, chosen: Sequence[disks.State], runs: "Runs") -> Iterator[Outcome]:
-    """Resume ``run`` on some states to its end, in processes that are forked from one launch."""
-    from dsgpt.benchmarks.launch import Assignment, Launch, read_ranks, run_job  # noqa: PLC0415 - as above
-
-    cell, assignments = RUNS[run], list[Assignment]()
-    launch = Launch(launcher=STRATEGIES[cell.strategy].launcher, ranks=cell.ranks, cells=len(chosen))
-    for state in chosen:
-        run_dir = runs.new(name)
-        put(state, run_dir)
-        flags = [*runs.words(run, run_dir, {}), "--resume"]
-        assignments.append(Assignment(folder=str(run_dir.parent), flags=flags, call="dsgpt.benchmarks.resume:train"))
-    job_file, done = runs.folder / f"{name}.json", 0
-    for index, _ in run_job(launch, assignments, job_file=job_file, device="cpu") if chosen else ():
-        folder, done = Path(assignments[index].folder), index + 1
-        failed = [end["message"] for end in read_ranks(folder, cell.ranks) if end["status"] != "done"]
-        wrong = failed[:1] or filter(None, [runs.difference(run, folder / "run")])
-        yield Outcome(scenario=name, command=True, wrong=[f"{name}: {line}" for line in wrong])
-    for _ in chosen[done:]:
-        yield Outcome(scenario=name, command=True, wrong=[f"{name}: its launch ended before: {job_file.stem}.log"])
 
 
 def _prepared(scenario: Scenario, runs: "Runs", name: str) -> tuple[Path, list[str]]:

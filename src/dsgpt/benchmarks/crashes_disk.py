@@ -14,7 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import compress, product
 from pathlib import Path
 from typing import Any
 
@@ -341,9 +341,7 @@ def states(trace: Trace, *, seed: int, most: int) -> Iterator[State]:
 def _subsets(names: list[Change], chance: random.Random) -> list[list[Change]]:
     count = len(names)
     if count <= MANY:
-        return [
-            [one for one, stays in zip(names, bits, strict=True) if stays] for bits in product((1, 0), repeat=count)
-        ]
+        return [list(compress(names, bits)) for bits in product((1, 0), repeat=count)]
     some = chance.sample(range(count), min(count, 1 << (MANY - 1)))
     every = [names, [], *([one] for one in names), *(names[:at] + names[at + 1 :] for at in some)]
     return every + [[one for one in names if chance.random() < 0.5] for _ in some]

@@ -205,12 +205,7 @@ def judged(ratio: Mapping[str, Any] | None) -> str:
 
 def span(values: Sequence[float]) -> dict[str, Any]:
     """Median, smallest and largest of ``values``, and all of them."""
-    return {
-        "median": statistics.median(values),
-        "smallest": min(values),
-        "largest": max(values),
-        "values": list(values),
-    }
+    return {"median": statistics.median(values), "smallest": min(values), "largest": max(values), "values": [*values]}
 
 
 def ratios(ones: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
@@ -460,13 +455,8 @@ def only_flag(metavar: str, what: str) -> Any:
 
 def peers_flag(text: str) -> Any:
     """``--peer``, the checkouts of other trainers: ``NAME=FOLDER``."""
-    return flag(
-        str,
-        "NAME=FOLDER",
-        f"{text}: nanogpt=FOLDER, whose model.py is executed (default: Hugging Face only)",
-        default=(),
-        nargs="+",
-    )
+    text = f"{text}: nanogpt=FOLDER, whose model.py is executed (default: Hugging Face only)"
+    return flag(str, "NAME=FOLDER", text, default=(), nargs="+")
 
 
 def read_peers(words: Sequence[str], *, form: str = f"NAME=FOLDER; names are {NANOGPT}") -> dict[str, Path]:

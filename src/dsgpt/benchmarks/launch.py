@@ -113,7 +113,10 @@ IMPORTS = {
 }
 """Modules that take seconds to import and would otherwise be imported in every cell. The optimizers of torch need its
 compiler."""
-ELSEWHERE = ("DS_", "OMP_", "MKL_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
+ELSEWHERE = (
+    *("DS_", "OMP_", "MKL_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_"),
+    *("RANK", "WORLD_SIZE", "CROSS_"),
+)
 """Prefixes of variables that a launcher around the suite (a pod's, ``srun``) sets for its own ranks, or a machine for
 its own jobs."""
 STUCK_SEC = 900
@@ -167,11 +170,7 @@ def child_environment(device: str | None = None) -> dict[str, str]:
 
     With ``device``, for ranks of one thread; on a CPU, a variable keeps DeepSpeed's launcher from looking for GPUs.
     """
-    ours = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith(ELSEWHERE) and key not in {"RANK", "WORLD_SIZE"}
-    }
+    ours = {key: value for key, value in os.environ.items() if not key.startswith(ELSEWHERE)}
     ranks = {"OMP_NUM_THREADS": "1"} if device else {}
     return ours | ranks | ({"DS_ACCELERATOR": "cpu"} if device == "cpu" else {})
 
@@ -205,7 +204,6 @@ def run_job(
     modules += [one.call.partition(":")[0] for one in assignments]
     job = {
         "start": start or usual,
-        "worker": WORKER,
         "runner": os.getpid(),
         "imports": list(dict.fromkeys(modules)),
         "cells": [asdict(assignment) for assignment in assignments],
@@ -247,8 +245,6 @@ PATIENCE_SEC = 15
 POLL_SEC = 0.02
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Variable with which ranks meet in torchrun's own store, which serves one process group, not many."""
-OF_A_RANK = (*ELSEWHERE, "RANK", "WORLD_SIZE", "CROSS_")
-"""Prefixes of the variables that a launcher sets for a rank."""
 
 Cell = dict[str, Any]
 """The fields of an ``Assignment``."""
@@ -268,9 +264,7 @@ class Alive:
         """Exit if the suite's process or the launcher is gone."""
         if os.getppid() != self._launcher:
             sys.exit("the launcher is gone")
-        try:
-            os.kill(self._runner, 0)
-        except ProcessLookupError:
+        if not psutil.pid_exists(self._runner):
             sys.exit("the suite is gone")
 
     def wait_for(self, path: Path) -> None:
@@ -295,7 +289,7 @@ def main(arguments: list[str]) -> int:
         exit_rank(0)
     alive, rank = Alive(runner=job["runner"]), topology.rank
     # By rank, the environment of the children that this process runs of every cell.
-    shared = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_RANK)}
+    shared = {key: value for key, value in os.environ.items() if not key.startswith(ELSEWHERE)}
     by_rank = {rank: {key: value for key, value in os.environ.items() if key not in shared and key != AGENT_STORE}}
     if job["start"] == CellStart.FORK_ALL:
         files = [job_file.with_suffix(f".variables-{one}") for one in range(topology.world_size)]
@@ -317,7 +311,7 @@ def main(arguments: list[str]) -> int:
         alive.wait_for(port_file)
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port_file.read_text(encoding="utf-8")}
         variables = {one: shared | own | meeting for one, own in by_rank.items()}
-        words = None if job["start"] != CellStart.SPAWN else [job["worker"], str(job_file), "--cell", str(index)]
+        words = None if job["start"] != CellStart.SPAWN else [WORKER, str(job_file), "--cell", str(index)]
         _run_children(cell, variables, words, ranks=topology.world_size, alive=alive)
     finished = job_file.with_suffix(".finished")
     if rank == 0:
@@ -456,14 +450,11 @@ class LineWorker(contextlib.AbstractContextManager["LineWorker"]):
         folder.mkdir(parents=True)
         write_json_atomic(folder / "job.json", {**job, "mark": MARK})
         own_variables = child_environment() | {key: str(value) for key, value in (variables or {}).items()}
+        own_variables |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        command, pipe = [str(python), "-m", module, str(folder / "job.json")], subprocess.PIPE
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
-                [str(python), "-m", module, str(folder / "job.json")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                text=True,
-                env=own_variables | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+                command, stdin=pipe, stdout=pipe, stderr=output, text=True, env=own_variables
             )
 
     def send(self, question: object) -> None:
@@ -507,15 +498,8 @@ def own_group(
     ``torchrun`` gives each worker a session of its own, and DeepSpeed's launcher leaves its ranks behind, so they are
     found by their parents.
     """
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=child_environment(device),
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, cwd=cwd, env=child_environment(device), start_new_session=True, **streams)
     try:
         yield process
     finally:

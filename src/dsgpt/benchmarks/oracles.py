@@ -10,7 +10,7 @@ How far fp32 lets equal programs go apart is measured, too: the same training in
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,9 +102,8 @@ class Oracles(frame.Suite[OraclesOptions, Result]):
 
         corpus, steps = cells.prepare_corpus(self.repository, self.folder / "corpus"), self.options.steps
         recipe = json.loads((self.repository / RECIPE).read_text(encoding="utf-8"))
-        recipe["scheduler"]["params"]["total_num_steps"] = (
-            steps  # transformers does not fill in what a recipe leaves out
-        )
+        # transformers does not fill in what a recipe leaves out
+        recipe["scheduler"]["params"]["total_num_steps"] = steps
         self._recipe, self._seed = self.folder / "recipe.json", 1337
         write_json_atomic(self._recipe, recipe)
         values = cells.file_values(corpus, recipe=self._recipe, run_dir=Path())
@@ -121,13 +120,9 @@ class Oracles(frame.Suite[OraclesOptions, Result]):
         self._own("first", steps=1)
         exact = self._other(EXACT)
         yield {"name": EXACT, "status": "passed", "last_loss": exact[0][-1]["loss"]}
-        programs: dict[str, Callable[[], tuple[Curve, Path]]] = {
-            OURS: lambda: self._own("ours", steps=self.options.steps)
-        }
-        programs |= {name: (lambda name=name: self._other(name)) for name in (TRANSFORMERS, TRAINER, NANOGPT, ERF)}  # type: ignore[misc]
-        for name, run in programs.items():
+        for name in (OURS, TRANSFORMERS, TRAINER, NANOGPT, ERF):
             try:
-                curve, weights = run()
+                curve, weights = self._own("ours", steps=self.options.steps) if name == OURS else self._other(name)
             except UserError as error:
                 missing = str(error).startswith("without ")
                 yield {"name": name, "status": "not run" if missing else "error", "message": str(error)}
@@ -259,9 +254,8 @@ def _plain_loop(model: Any, batches: Any, recipe: Mapping[str, Any], name: str) 
     if name in {NANOGPT, ERF}:
         optimizer = model.configure_optimizers(adam["weight_decay"], settings["lr"], settings["betas"], "cpu")
     else:
-        matrices, vectors = (
-            [one for one in model.parameters() if (one.dim() > 1) is matrix] for matrix in (True, False)
-        )
+        matrices = [one for one in model.parameters() if one.dim() > 1]
+        vectors = [one for one in model.parameters() if one.dim() < 2]
         rest = adam["weight_decay"] if name == EXACT_ALL else 0.0
         groups = [{"params": matrices, "weight_decay": adam["weight_decay"]}, {"params": vectors, "weight_decay": rest}]
         optimizer = torch.optim.AdamW(groups, **settings, eps=adam["eps"])
@@ -289,24 +283,13 @@ def _with_trainer(model: Any, batches: Any, recipe: Mapping[str, Any], job: Mapp
     from transformers import Trainer, TrainingArguments  # noqa: PLC0415 - as above
 
     adam, curve = recipe["optimizer"]["params"], Curve()
-    arguments = TrainingArguments(
-        output_dir=f"{job['into']}-trainer",
-        deepspeed=job["recipe"],
-        use_cpu=True,
-        max_steps=len(batches),
-        per_device_train_batch_size=batches.shape[1],
-        train_sampling_strategy="sequential",
-        learning_rate=adam["lr"],
-        warmup_steps=recipe["scheduler"]["params"]["warmup_num_steps"],
-        adam_beta1=adam["betas"][0],
-        adam_beta2=adam["betas"][1],
-        adam_epsilon=adam["eps"],
-        weight_decay=adam["weight_decay"],
-        max_grad_norm=recipe["gradient_clipping"],
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-    )
+    settings = {"learning_rate": adam["lr"], "weight_decay": adam["weight_decay"], "adam_epsilon": adam["eps"]}
+    settings |= dict(zip(("adam_beta1", "adam_beta2"), adam["betas"], strict=True))
+    settings |= {"warmup_steps": recipe["scheduler"]["params"]["warmup_num_steps"], "max_steps": len(batches)}
+    settings |= {"max_grad_norm": recipe["gradient_clipping"], "per_device_train_batch_size": batches.shape[1]}
+    settings |= {"train_sampling_strategy": "sequential", "use_cpu": True, "deepspeed": job["recipe"]}
+    settings |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+    arguments = TrainingArguments(output_dir=f"{job['into']}-trainer", **settings)
     labels = batches.clone()
     labels[..., 0] = -100  # nothing predicts it, but Trainer counts it: its loss would be T / (T + 1) of the mean
     pairs = zip(batches.flatten(0, 1), labels.flatten(0, 1), strict=True)

@@ -45,11 +45,8 @@ _CLIP_FP32_OTHERWISE = ("zero0", "pipeline2-zero0")
 def refusal_expected(cell: Cell, *, device: str) -> bool:
     """Whether the product must refuse ``cell`` on ``device``, ``cpu`` or ``cuda``, instead of training it."""
     strategy = STRATEGIES[cell.strategy]
-    return (
-        strategy.refused
-        or (cell.precision != "fp32" and strategy.fp32_only)
-        or (cell.precision == "fp16" and device == "cpu")
-    )
+    refused = strategy.refused or (cell.precision != "fp32" and strategy.fp32_only)
+    return refused or (cell.precision == "fp16" and device == "cpu")
 
 
 def whole_matrix() -> Iterator[Cell]:
@@ -352,9 +349,8 @@ class Parity(Suite[ParityOptions, Result]):
         return len(cells)
 
     def begin(self) -> None:
-        self._runner = shared.CellRunner(
-            self.folder, repository=self.repository, device=self.options.device, steps=self.options.steps
-        )
+        device, steps = self.options.device, self.options.steps
+        self._runner = shared.CellRunner(self.folder, repository=self.repository, device=device, steps=steps)
         self._references: dict[ReferenceKey, CellEnd] = {}
         self._reference_facts: list[Result] = []
         self._without_reference: dict[ReferenceKey, str] = {}
@@ -420,14 +416,8 @@ class Parity(Suite[ParityOptions, Result]):
             why = self._without_reference[key]
             status, message = "error", f"cannot be compared, because its reference failed: {why}"
         elif status == "done":
-            compared = compare(
-                end.ranks,
-                end.folder,
-                reference=self._references[key].ranks[0],
-                reference_folder=self._references[key].folder,
-                bounds=bounds_of(cell, device),
-                replicas=STRATEGIES[cell.strategy].replicas,
-            )
+            replicas = STRATEGIES[cell.strategy].replicas
+            compared = compare(end, self._references[key], bounds=bounds_of(cell, device), replicas=replicas)
             status, cost = "failed" if compared.failures else "passed", end.ranks[0]["bytes_per_rank"]
         described = {"bug_description": (BUGS[cell.bug].function.__doc__ or "").removesuffix(".")} if cell.bug else {}
         return {

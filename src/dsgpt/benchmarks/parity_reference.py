@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dsgpt.benchmarks.cells import ACCUMULATED, BYTES_BOUND, EVERY, RATE_BOUND
+from dsgpt.benchmarks.cells import ACCUMULATED, BYTES_BOUND, EVERY, RATE_BOUND, CellEnd
 from dsgpt.benchmarks.launch import write_end
 from dsgpt.benchmarks.parity import Bounds, Split
 from dsgpt.config.recipe_blocks import SchedulerRecipe
@@ -267,12 +267,7 @@ class Comparison:
     """Facts out of bounds, each with the first place where it is, and both values."""
 
     def note(
-        self,
-        fact: str,
-        places: Iterable[Place],
-        bound: float | Callable[[str], float],
-        *,
-        relative: bool = False,
+        self, fact: str, places: Iterable[Place], bound: float | Callable[[str], float], *, relative: bool = False
     ) -> None:
         """Compare one fact's differences with its bound; a difference that is not a number fails.
 
@@ -308,20 +303,16 @@ class Comparison:
         measured["equal"] = measured.get("equal", True) and expected == actual
 
 
-def compare(
-    ranks: list[Facts], folder: Path, *, reference: Facts, reference_folder: Path, bounds: Bounds, replicas: str
-) -> Comparison:
+def compare(end: CellEnd, reference_end: CellEnd, *, bounds: Bounds, replicas: str) -> Comparison:
     """Compare the measurements of all ranks of a cell with those of the reference.
 
     Args:
-        ranks: every rank's file.
-        folder: where rank 0 wrote its tensors.
-        reference: the reference's file.
-        reference_folder: where its tensors are.
+        end: every rank's file, and where rank 0 wrote its tensors.
+        reference_end: the same of the reference.
         bounds: how far they may be apart.
         replicas: ``all``, ``some`` or ``none``: how much of the model every rank must hold whole.
     """
-    comparison = Comparison()
+    comparison, ranks, reference = Comparison(), end.ranks, reference_end.ranks[0]
     ours, theirs = ranks[0]["steps"], reference["steps"]
     comparison.require("steps", "in all", len(theirs), len(ours))
     pairs = {f"step {number}": pair for number, pair in enumerate(zip(theirs, ours, strict=False), start=1)}
@@ -344,7 +335,7 @@ def compare(
         ("first update", CHANGED, bounds.for_update),
         ("weights", WEIGHT, bounds.weights),
     ):
-        expected, actual = (_seen(where, kind) for where in (reference_folder, folder))
+        expected, actual = (_seen(where, kind) for where in (reference_end.folder, end.folder))
         comparison.require(fact, "names", sorted(expected), sorted(actual))
         places = [(name, value, actual[name]) for name, value in expected.items() if name in actual]
         comparison.note(fact, places, bound)

@@ -222,11 +222,8 @@ def show_words(record: CommittedRecord, repository: Path) -> tuple[str, ...]:
     if record.name != frame.DEMO:
         return record.show
     sweeps = sorted((repository / REFERENCE).glob(SWEEPS))
-    shown = [("--sweep", sweep.name) for sweep in sweeps] + [
-        ("--plan", PLAN),
-        ("--inference", INFERENCE),
-        ("--exam", EXAM),
-    ]
+    shown = [("--sweep", sweep.name) for sweep in sweeps]
+    shown += [("--plan", PLAN), ("--inference", INFERENCE), ("--exam", EXAM)]
     there = [(name, f"{REFERENCE}/{file}") for name, file in shown if (repository / REFERENCE / file).is_file()]
     return (*record.show, *itertools.chain.from_iterable(there))
 
@@ -251,10 +248,9 @@ def _add_engines(repository: Path) -> None:
     except JsonError as error:
         print(f"{committed.parent.name}: gets no figures of engines: {error}", flush=True)
         return
-    losses = [
-        [(one.get("summary") or {}).get(f"final_{part}_loss") for part in ("train", "val")] for one in (measured, run)
-    ]
-    if many["checkpoint"] != frame.TRAINED.as_posix() or losses[0] != losses[1]:
+    summaries = [one.get("summary") or {} for one in (measured, run)]
+    one, other = ([each.get(f"final_{part}_loss") for part in ("train", "val")] for each in summaries)
+    if many["checkpoint"] != frame.TRAINED.as_posix() or one != other:
         print(f"{committed.parent.name}: gets no figures of engines: they answered with another training", flush=True)
         return
     write_json_atomic(committed, with_engines(run, many))

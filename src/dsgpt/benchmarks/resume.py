@@ -54,20 +54,14 @@ def cells(*, precision: str = "fp32") -> list[Cell]:
 
 def seeded_pairs(count: int = PAIRS, *, seed: int = SEED) -> list[Pair]:
     """``count`` pairs, the same for the same seed. Each side has every strategy once before it has one again."""
-    chance, every = random.Random(seed), cells()
+    chance, every = random.Random(seed), dict.fromkeys(cell.strategy for cell in cells())
 
     def shuffled() -> list[Cell]:
         """Every strategy, in a random order, on a random one of its numbers of ranks, with a random accumulation."""
-        names = list(dict.fromkeys(cell.strategy for cell in every))
+        names, draw = list(every), chance.choice
         chance.shuffle(names)
-        return [
-            Cell(
-                strategy=name,
-                ranks=chance.choice([cell.ranks for cell in every if cell.strategy == name]),
-                accumulation=chance.choice(shared.ACCUMULATIONS),
-            )
-            for name in names
-        ]
+        drawn = [(name, draw(STRATEGIES[name].ranks), draw(shared.ACCUMULATIONS)) for name in names]
+        return [Cell(strategy=name, ranks=ranks, accumulation=accumulation) for name, ranks, accumulation in drawn]
 
     pairs: list[Pair] = []
     while len(pairs) < count:
@@ -127,15 +121,9 @@ def resume_page(record: frame.Record, *, source: str) -> str:
         off = [measured["validation loss"] for measured in measurements if measured]
         if off:
             losses.append(f"off by at most {max(off):.1e} in {precision} (allowed {bound:g})")
-    head = frame.filled(
-        "resume",
-        record,
-        passed=passed,
-        tried=[len(pairs), len(rewritten)],
-        more=work["steps"] - work["saved"],
-        losses=", ".join(losses) or "not measured",
-        made=frame.made_from(record, source=source, name="resume"),
-    )
+    facts = {"tried": [len(pairs), len(rewritten)], "losses": ", ".join(losses) or "not measured"}
+    facts |= {"more": work["steps"] - work["saved"], "made": frame.made_from(record, source=source, name="resume")}
+    head = frame.filled("resume", record, passed=passed, **facts)
     groups: dict[str, dict[tuple[int, str], str]] = {}
     for one in rewritten:
         groups.setdefault(one["strategy"], {})[one["ranks"], one["precision"]] = STATUS_WORDS[one["status"]]
@@ -155,10 +143,8 @@ def _pairs(record: frame.Record) -> str:
     header = ["from", "to", "largest loss difference", "validation loss", "weights, relative", "equal"]
     rows = []
     for pair in record["pairs"]:
-        runs = [
-            pair[side] + (f", accumulation {steps}" if (steps := pair[f"{side}_accumulation"]) > 1 else "")
-            for side in ("source", "target")
-        ]
+        sides = [(pair[side], pair[f"{side}_accumulation"]) for side in ("source", "target")]
+        runs = [run + (f", accumulation {steps}" if steps > 1 else "") for run, steps in sides]
         facts = [pair["measured"].get(fact) for fact in ("loss", "validation loss", "weights")]
         figures = ["-" if fact is None else f"{fact:.1e}" for fact in facts]
         rows.append([*runs, *figures, STATUS_WORDS[pair["status"]]])
