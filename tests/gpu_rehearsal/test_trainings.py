@@ -117,8 +117,8 @@ def test_batches_are_pinned_and_copied_beside_the_computation(cell):
     ranks = int(name.split()[2])
     model_ranks = ranks if name.split()[0] in {"tensor", "sequence", "pipeline"} else 1
     copies = [one for one in run.in_steps("copies") if one["bytes"] > SCALAR_BYTES * one["times"]]
-    batches = [one for one in copies if "data/loader.py" in one["place"] and one["to"] == "cuda"]
-    assert {(one["from"], one["to"], one["pinned"], one["asynchronous"]) for one in batches} == {
+    batches = [one for one in copies if "data/loader.py" in one["place"] and one["target"] == "cuda"]
+    assert {(one["source"], one["target"], one["pinned"], one["asynchronous"]) for one in batches} == {
         ("cpu", "cuda", True, True)
     }
     read = STEPS * GLOBAL_BATCH * SEQUENCE * 2 * 8 * model_ranks // ranks

@@ -144,26 +144,15 @@ class Ledger:
         if reported and torch.cuda.get_sync_debug_mode():
             warnings.warn("called a synchronizing CUDA operation", stacklevel=3)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The ledger as JSON has it."""
-        return {
-            "copies": [
-                {
-                    **{"from": copy.source, "to": copy.target, "pinned": copy.pinned},
-                    **{"asynchronous": copy.asynchronous, "place": copy.place, "section": copy.section},
-                    **{"bytes": self.copied_bytes[copy], "times": times},
-                }
-                for copy, times in self.copies.most_common()
-            ],
-            "waits": [
-                {"what": what, "place": place, "section": section, "times": times}
-                for (what, place, section), times in self.waits.most_common()
-            ],
-            "peaks": self.peaks,
-            "resets": self.resets,
-            "live_bytes": self.live,
-            "peak_bytes": self.peak,
-        }
+    def write(self) -> None:
+        """Write the file that ``LEDGER`` names, if it names one."""
+        if path := os.environ.get(LEDGER):
+            sizes, names = self.copied_bytes, ("what", "place", "section")
+            copies = [copy._asdict() | {"bytes": sizes[copy], "times": times} for copy, times in self.copies.items()]
+            waits = [dict(zip(names, wait, strict=True)) | {"times": times} for wait, times in self.waits.items()]
+            file = Path(path)
+            file = file.with_stem(f"{file.stem}-{os.environ.get('RANK', '0')}")
+            write_json_atomic(file, {"copies": copies, "waits": waits, "peaks": self.peaks, "resets": self.resets})
 
 
 def _place() -> tuple[str, str]:
@@ -273,6 +262,10 @@ _COPYING = {"aten::copy_", "aten::_foreach_copy_", "aten::_to_copy", "aten::set_
 _INDEXING = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
 
 
+def _refusal(what: str, name: str) -> RuntimeError:
+    return RuntimeError(f"{what} ({name} in {_place()[0]}, {NAME})")
+
+
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's has no types
     """Executes each operator on the CPU, and decides on which device its results are."""
 
@@ -314,14 +307,11 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         result_kind = self._result_kind(kinds, kwargs)
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
-        pinned = bool(kwargs.get("pin_memory"))
-        if pinned:
+        if pinned := bool(kwargs.get("pin_memory")):
             kwargs["pin_memory"] = False
         self._note(name, args, kwargs, tensors, kinds)
-        if torch.Tag.nondeterministic_seeded in func.tags and result_kind == "cuda" and kwargs.get("generator") is None:
-            with self._random_of_the_device():
-                made = func(*args, **kwargs)
-        else:
+        draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+        with self._random_of_the_device() if draws and result_kind == "cuda" else contextlib.nullcontext():
             made = func(*args, **kwargs)
         self._tags.put(made, result_kind, pinned=pinned)
         return made
@@ -341,29 +331,21 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def _refuse(self, name: str, args: Any, tensors: list[Tensor], kinds: list[str]) -> None:
         """Raise what a GPU would raise for tensors of two devices."""
+        pairs = list(zip(kinds, tensors, strict=True))
         if backend := self._groups.backend_of(name, args):
-            elsewhere = {kind for kind, one in zip(kinds, tensors, strict=True) if one.numel()}
+            elsewhere = {kind for kind, one in pairs if one.numel()}
             elsewhere -= {"cuda"} if backend == "nccl" else {"cpu", "floating"}
             if elsewhere:
-                raise RuntimeError(
-                    f"No backend type associated with device type {', '.join(sorted(elsewhere))} "
-                    f"({name} in {_place()[0]}, {NAME})"
-                )
+                raise _refusal(f"No backend type associated with device type {', '.join(sorted(elsewhere))}", name)
         elif "cuda" in kinds and name not in _COPYING:
             changed = name.endswith("_")  # in place, for which the host's scalars are no exception
-            host = [
-                one
-                for place, (kind, one) in enumerate(zip(kinds, tensors, strict=True))
-                if kind == "cpu" and (one.dim() or (changed and place == 0))
-            ]
+            host = [one for kind, one in pairs if kind == "cpu" and (one.dim() or (changed and one is tensors[0]))]
             if name in _INDEXING and kinds[0] == "cuda":
                 for indices in host:
                     self._ledger.copy("cpu", "cuda", pinned=False, asynchronous=False, size=indices.nbytes)
             elif host:
-                raise RuntimeError(
-                    f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
-                    f"({name} in {_place()[0]}, {NAME})"
-                )
+                where = "found at least two devices, cuda:0 and cpu!"
+                raise _refusal(f"Expected all tensors to be on the same device, but {where}", name)
 
     def _note(self, name: str, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor], kinds: list[str]) -> None:
         """Record the copies and waits of an operator, unless it is known where its results are."""
@@ -445,7 +427,7 @@ class Stream:
 
     def record_event(self, event: Event | None = None) -> Event:
         """Record an event here."""
-        recorded = event or type("Event", (Event,), {"ledger": self.ledger})()
+        recorded = event or torch.cuda.Event()
         recorded.record(self)
         return recorded
 
@@ -500,7 +482,7 @@ class _Cuda:
             **dict.fromkeys(("stream", "device"), contextlib.nullcontext()),
         }
         return {
-            **{name: _answer(value) for name, value in values.items()},
+            **{name: lambda *_, answer=value, **__: answer for name, value in values.items()},
             **self.classes,
             **{"set_device": self._set_device, "current_device": lambda: self.current},
             "synchronize": lambda _=None: ledger.wait("synchronize", reported=False),
@@ -539,12 +521,8 @@ class _Cuda:
     def of_tensors(self) -> dict[str, Any]:
         """By name in ``torch.Tensor``."""
         kind, pinned, to = self._tags.kind, self._tags.is_pinned, self._to
-        bound: dict[str, Callable[..., Any]] = {
-            "numpy": self._numpy,
-            "type": self._type,
-            "new_tensor": self._new_tensor,
-        }
-        bound |= {"to": to, "pin_memory": self._pin, "tolist": self._tolist}
+        bound: dict[str, Any] = {"numpy": self._numpy, "type": self._type, "new_tensor": self._new_tensor, "to": to}
+        bound |= {"pin_memory": self._pin, "tolist": self._tolist}
         return {
             "device": property(lambda tensor: self.device() if kind(tensor) == "cuda" else torch.device(kind(tensor))),
             "is_cuda": property(lambda tensor: kind(tensor) == "cuda"),
@@ -556,7 +534,8 @@ class _Cuda:
             "cuda": lambda tensor, device=None, non_blocking=False: to(
                 tensor, self.device() if device is None else device, non_blocking=non_blocking
             ),
-            **{name: _of_instances(method) for name, method in bound.items()},
+            # Python binds a function to the tensor that it is called on, and a bound method to none.
+            **{name: lambda *args, own=method, **kwargs: own(*args, **kwargs) for name, method in bound.items()},
         }
 
     def of_torch(self) -> dict[str, Any]:
@@ -623,19 +602,6 @@ class _Cuda:
         return self._tensor(data, device=device or tensor.device, dtype=dtype or tensor.dtype, **kwargs)
 
 
-def _of_instances(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that Python binds to the tensor it is called on, as it does not with a bound method."""
-
-    def of_instance(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return method(tensor, *args, **kwargs)
-
-    return of_instance
-
-
-def _answer(value: object) -> Callable[..., object]:
-    return lambda *_, **__: value
-
-
 # NCCL.
 
 
@@ -650,17 +616,15 @@ class _Groups:
 
     def functions(self) -> dict[str, Any]:
         """By name in ``torch.distributed``."""
-        alone: dict[str, Any] = {
-            "all_gather_object": lambda values, value, group=None: values.__setitem__(  # noqa: ARG005
-                slice(None), [value] * len(values)
-            ),
-            "broadcast_object_list": lambda *_, **__: None,
-        }
-        return {
-            **{"init_process_group": self._opened, "new_group": self._made, "get_backend": self._backend},
-            **{"is_nccl_available": lambda: True, "_get_object_coll_device": self._objects_on},
-            **(alone if self._alone else {}),
-        }
+
+        def gather(values: list[Any], value: object, group: object = None) -> None:  # noqa: ARG001 - of the function
+            values[:] = [value] * len(values)
+
+        own: dict[str, Any] = {"init_process_group": self._opened, "new_group": self._made}
+        own |= {"get_backend": self._backend, "_get_object_coll_device": self._objects_on}
+        own |= {"is_nccl_available": lambda: True}
+        alone = {"all_gather_object": gather, "broadcast_object_list": lambda *_, **__: None}
+        return own | alone if self._alone else own
 
     def _opened(self, backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("device_id", None)
@@ -772,10 +736,9 @@ def stand_in_gpu(*, gpus: int = 1, alone: bool = False, memory: int = MEMORY) ->
 
 
 def main() -> None:
-    """Run a script, or with ``-m`` a module, with stand-in GPUs; its exit code is this one's."""
+    """Run a script with stand-in GPUs; its exit code is this one's."""
     parser = argparse.ArgumentParser(description="Runs a script of this project with stand-in GPUs.")
     parser.add_argument("--gpus", type=int, default=1, help="how many GPUs the machine seems to have")
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
@@ -784,23 +747,13 @@ def main() -> None:
         exit_now = os._exit
 
         def write_and_exit(code: int) -> NoReturn:  # a training ends so, past every handler
-            _write(ledger)
+            ledger.write()
             exit_now(code)
 
         with mock.patch.object(os, "_exit", write_and_exit):
-            if options.module:
-                runpy.run_module(options.script, run_name="__main__", alter_sys=True)
-            else:
-                sys.path.insert(0, str(Path(options.script).parent))
-                runpy.run_path(options.script, run_name="__main__")
-        _write(ledger)
-
-
-def _write(ledger: Ledger) -> None:
-    """Write the file that ``LEDGER`` names."""
-    if path := os.environ.get(LEDGER):
-        file = Path(path)
-        write_json_atomic(file.with_stem(f"{file.stem}-{os.environ.get('RANK', '0')}"), ledger.as_dict())
+            sys.path.insert(0, str(Path(options.script).parent))
+            runpy.run_path(options.script, run_name="__main__")
+        ledger.write()
 
 
 if __name__ == "__main__":
