@@ -427,7 +427,7 @@ class Stream:
 
     def record_event(self, event: Event | None = None) -> Event:
         """Record an event here."""
-        recorded = event or torch.cuda.Event()
+        recorded = event or type("Event", (Event,), {"ledger": self.ledger})()
         recorded.record(self)
         return recorded
 
