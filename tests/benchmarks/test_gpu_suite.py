@@ -22,16 +22,8 @@ from dsgpt.benchmarks.sweep_cells import SweepPlan
 from dsgpt.common.errors import UserError
 
 COMMAND = REPOSITORY / "src" / "benchmark.py"
-HEAD = {
-    "env": {"python_version": "3", "torch_version": "2", "deepspeed_version": "0"},
-    "hardware": {
-        "gpu_name": "a GPU",
-        "gpu_count_visible": 1,
-        "device": "cuda",
-        "cpu_name": None,
-        "gpu_memory_bytes": 1,
-    },
-}
+HARDWARE = {"gpu_name": "a GPU", "gpu_count_visible": 1, "device": "cuda", "cpu_name": None, "gpu_memory_bytes": 1}
+HEAD = {"env": {"python_version": "3", "torch_version": "2", "deepspeed_version": "0"}, "hardware": HARDWARE}
 
 
 def chunk(name: str, **changes: Any) -> Chunk:
@@ -43,12 +35,11 @@ class Proofs:
 
     def __init__(self, into: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.into, self._patch = into, monkeypatch
-        self.head = json.loads(json.dumps(HEAD))
         monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
     def run(self, chunks: dict[str, Chunk], **options: Any) -> tuple[int, Record]:
         self._patch.setattr(gpu, "CHUNKS", chunks)
-        self._patch.setattr(Gpu, "_machine", lambda _: self.head)
+        self._patch.setattr(Gpu, "_machine", lambda _: HEAD)
         code = run_suite(Gpu, GpuOptions(into=self.into, **options), repository=REPOSITORY)
         return code, self.result("gpu")
 

@@ -220,8 +220,8 @@ class Gpu(frame.Suite[GpuOptions, Result]):
         self._head = self._machine()
         hardware = self._head["hardware"]
         self._now: Result = {"git_commit": git_commit(self.repository), "sources_sha256": sources_sha256()}
-        self._now |= {"stand_in": self.options.stand_in, "gpus": hardware["gpu_count_visible"]}
-        self._now |= {"gpu_name": hardware["gpu_name"]}
+        self._now |= {"stand_in": self.options.stand_in}
+        self._now |= {"gpus": hardware["gpu_count_visible"], "gpu_name": hardware["gpu_name"]}
         self._every = {name: chunk for name, chunk in CHUNKS.items() if self._now["gpus"] > 1 or not chunk.several}
         self._chosen = frame.selected(self._every, self.options.only)
         return len(self._chosen)
@@ -243,7 +243,7 @@ class Gpu(frame.Suite[GpuOptions, Result]):
         budget = self.options.budget
         for number, (name, chunk) in enumerate(self._chosen.items()):
             made, again = self._earlier(name)
-            if made is not None and not again:
+            if made:
                 yield made | {"skipped": True}
                 continue
             expected = chunk.rehearsal if self.options.stand_in else chunk.seconds
@@ -260,15 +260,15 @@ class Gpu(frame.Suite[GpuOptions, Result]):
         return self.options.into / f"{name}.json"
 
     def _earlier(self, name: str) -> tuple[Result | None, str]:
-        """The result of an earlier call, if there is one, and why it does not count; empty if it does."""
+        """The result of an earlier call; None if there is none that counts, and why one does not."""
         try:
             made = read_object(self._file(name), max_bytes=frame.MAX_BYTES)
         except JsonError:
             return None, f"{self._file(name)} cannot be read" if self._file(name).exists() else ""
         if made.get("status") != DONE:
-            return made, f"it ended with an error: {made.get('message')}"
+            return None, f"it ended with an error: {made.get('message')}"
         changed = [key for key, value in self._now.items() if made.get(key) != value]
-        return made, f"it was made with other {', '.join(changed)}" if changed else ""
+        return (None, f"it was made with other {', '.join(changed)}") if changed else (made, "")
 
     def _run(self, name: str, chunk: Chunk) -> Result:
         """Run a chunk, and write its file."""
@@ -311,8 +311,7 @@ class Gpu(frame.Suite[GpuOptions, Result]):
     def record(self, results: Sequence[Result]) -> frame.Record:
         chunks = {one["chunk"]: {key: one[key] for key in one if key != "skipped"} for one in results}
         for name in self._every:
-            made, again = self._earlier(name)
-            if made is not None and not again:
+            if made := self._earlier(name)[0]:
                 chunks.setdefault(name, made)
         facts = {"stand_in": self.options.stand_in, "gpus": self._now["gpus"], "env": self._head["env"]}
         facts |= {"hardware": self._head["hardware"], "seconds": sum(one["seconds"] for one in chunks.values())}
