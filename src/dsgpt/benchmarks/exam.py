@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import json
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
@@ -20,7 +19,7 @@ from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, filled, made_fro
 from dsgpt.common.command_line import switch
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_atomic
-from dsgpt.common.text import table
+from dsgpt.common.text import grouped, table
 from dsgpt.planner import rows as measured
 from dsgpt.planner.formulas import STEP, stream_bytes, worst_peak
 from dsgpt.planner.rates import CONSTANTS, Machine, constants, fitted
@@ -182,10 +181,7 @@ def scores(results: Sequence[Result], key: Callable[[Result], Any]) -> list[list
 
 def regrets(results: Sequence[Result]) -> list[dict[str, Any]]:
     """For each group of setups of equal work how much slower than the best the one is that is predicted to be it."""
-    groups = defaultdict[str, list[Result]](list)
-    for row in results:
-        if row["ratio"] and row["group"]:
-            groups[row["group"]].append(row)
+    groups = grouped((row["group"], row) for row in results if row["ratio"] and row["group"])
     judged = []
     for name, rows in groups.items():
         if len(rows) >= _GROUP:

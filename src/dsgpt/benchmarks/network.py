@@ -11,7 +11,6 @@ import os
 import signal
 import statistics
 import subprocess
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from dsgpt.checkpoints import store
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import read_object
+from dsgpt.common.text import grouped
 from dsgpt.machine.topology import read_topology
 from dsgpt.planner.rates import Calibration, calibrated_machine, read_calibration
 from dsgpt.planner.setup import Setup
@@ -262,9 +262,7 @@ class Network(frame.Suite[NetworkOptions, Result]):
 
     def _points(self, measured: Sequence[Result]) -> list[dict[str, Any]]:
         """Every limited link of every strategy: the planner's share and step, and what was measured."""
-        by_link = defaultdict[tuple[str, Link], list[Result]](list)
-        for one in measured:
-            by_link[one["strategy"], (one["mbit"], one["delay_ms"])].append(one)
+        by_link = grouped(((one["strategy"], (one["mbit"], one["delay_ms"])), one) for one in measured)
         free = [one for one in measured if one["mbit"] is None]
         if self._calibration is None or not free:
             return []

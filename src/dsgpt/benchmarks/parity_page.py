@@ -7,7 +7,7 @@ from typing import Any
 
 from dsgpt.benchmarks.cells import Cell
 from dsgpt.benchmarks.frame import Record, filled, made_from, page_of, section
-from dsgpt.common.text import table
+from dsgpt.common.text import grouped, table
 
 KEYS = ("optimizer", "precision", "training", "data_ranks", "accumulation", "low", "whole_logits")
 FIGURES = ("first_loss", "last_loss", "last_validation_loss", "smallest_grad_norm")
@@ -175,7 +175,4 @@ def cell_name(cell: dict[str, Any]) -> str:
 
 
 def _grouped(cells: Cells, *keys: str) -> Iterable[tuple[tuple[Any, ...], Cells]]:
-    groups: dict[tuple[Any, ...], Cells] = {}
-    for cell in cells:
-        groups.setdefault(tuple(cell[key] for key in keys), []).append(cell)
-    return groups.items()
+    return grouped((tuple(cell[key] for key in keys), cell) for cell in cells).items()

@@ -1,6 +1,5 @@
 """The charts of suites: of the comparisons in a sweep, of many requests at once, and of the planner's exam."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from dsgpt.charts.comparison import shorten
 from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart
 from dsgpt.charts.style import Chart, Frame, Row, Texts, current, draw_rows, legend_height, look, number_axis
-from dsgpt.common.text import counted, machine_words
+from dsgpt.common.text import counted, grouped, machine_words
 from dsgpt.record import suites
 
 # The charts of comparisons in a sweep: speed-up over devices beside the ideal, and efficiency.
@@ -255,10 +254,8 @@ _LEAST = 5
 
 def exam_chart(rows: Sequence[Mapping[str, Any]], *, date: str) -> Frame | str:
     """A point for each row that others measured, coloured by its source; the record is of ``date``."""
-    sources = defaultdict[str, list[tuple[float, float]]](list)
-    for row in rows:
-        if row["ratio"]:
-            sources[row["source"]].append((row["measured"], row["measured"] * row["ratio"]))
+    pairs = [(row["source"], (row["measured"], row["measured"] * row["ratio"])) for row in rows if row["ratio"]]
+    sources = grouped(pairs)
     if not sources:
         return "the record has no predicted rows"
     named = sorted((name for name in sources if len(sources[name]) >= _LEAST), key=lambda name: -len(sources[name]))

@@ -5,7 +5,10 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 # What tables and pages say about measured figures: whether two differ, on which machine, and whether it was busy.
 
@@ -156,6 +159,14 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 
 
 # Divisors and multiples next to a number, for messages that name the nearest valid values.
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The values of each key; keys and values in their order."""
+    groups: dict[K, list[V]] = {}
+    for key, each in pairs:
+        groups.setdefault(key, []).append(each)
+    return groups
 
 
 def divisors(number: int) -> list[int]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsgpt.common.text import instruction_words
+from dsgpt.common.text import grouped, instruction_words
 from dsgpt.config.options import LATER_FACTS, RESUME_FACTS, TRAINING_FACTS, WORK_FACTS
 from dsgpt.record.runs import Run
 from dsgpt.record.work import HARDWARE, INSTRUCTIONS, Worked, differences
@@ -31,9 +31,7 @@ class Difference:
         labels = [show(value) for value in self.values]
         if len(set(labels)) < len({repr(value) for value in self.values}):
             labels = [repr(value) for value in self.values]
-        groups: dict[str, list[str]] = {}
-        for name, label in zip(names, labels, strict=True):
-            groups.setdefault(label, []).append(name)
+        groups = grouped(zip(labels, names, strict=True))
         if len(names) == 2:
             return f"{self.fact} {' vs '.join(groups)}"
         first, *others = groups
@@ -238,9 +236,6 @@ def machine_line(runs: Sequence[Run]) -> str:
         machine = f"machine: {machines[0]} ({instruction_words(', '.join(sets))})"
     if unrecorded:
         machine += f" (not recorded by {', '.join(unrecorded)})"
-    users: dict[str, list[str]] = {}
-    for run in runs:
-        if run.devices:
-            users.setdefault(run.devices, []).append(run.name)
+    users = grouped((run.devices, run.name) for run in runs if run.devices)
     devices = "; ".join(f"{share}: {', '.join(names)}" for share, names in users.items())
     return f"{machine}. {devices}." if devices else f"{machine}."

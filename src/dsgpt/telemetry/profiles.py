@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from dsgpt.common.files import remove
+from dsgpt.common.text import grouped
 from dsgpt.machine.device import gather_objects, named_range, ranges_shown
 from dsgpt.telemetry.cost import Report, Traffic, operation_of
 from dsgpt.telemetry.meter import ThreadClock
@@ -189,9 +190,7 @@ def kernel_operation(name: str) -> str | None:
 
 
 def _times(steps: Sequence[Span], calls: Iterable[tuple[str, Span]], **seconds: float) -> CommunicationTimes:
-    operations: dict[str, list[float]] = {}
-    for operation, span in calls:
-        operations.setdefault(operation, []).append(span.end - span.start)
+    operations = grouped((operation, span.end - span.start) for operation, span in calls)
     return CommunicationTimes(steps=len(steps), step_sec=length(steps), operations=operations, **seconds)
 
 
