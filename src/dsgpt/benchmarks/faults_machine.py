@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ os.replace = refused
 """A ``sitecustomize.py`` without space for one name. Files of JSON are written under the process's own name, which
 strace cannot be told before, and then renamed."""
 AFTER_STEP = SPOILED + 1
+LEFT_SEC = 10
 SPARE = 64 << 20
 """Bytes that a control group has left when its limit is set."""
 HOG = f"""\
@@ -130,7 +132,10 @@ def memory_group() -> Iterator[tuple[Path, str, str]]:
         try:
             yield group, *names
         finally:
-            group.rmdir()
+            until = time.monotonic() + LEFT_SEC
+            while group.exists():  # it is busy until the kernel has forgotten the last process
+                with contextlib.suppress(OSError) if time.monotonic() < until else contextlib.nullcontext():
+                    group.rmdir()
         return
     raise NoHosts("no control group of this machine can limit memory")
 
