@@ -38,16 +38,17 @@ os.replace = refused
 strace cannot be told before, and then renamed."""
 AFTER_STEP = SPOILED + 1
 LEFT_SEC = 10
-SPARE = 64 << 20
+SPARE = 16 << 20
 """Bytes that a control group has left when its limit is set."""
 HOG = f"""\
 import os, sys, time
 open("/proc/self/oom_score_adj", "w").write("-1000")  # the kernel ends another process of the group
+sys.stdin.read()
 open(sys.argv[1], "w").write(str(os.getpid()))
 filled = b"1" * {2 * SPARE}
 time.sleep(600)
 """
-"""Fills the control group whose file of processes it gets."""
+"""Fills the control group whose file of processes it gets, at the end of its input."""
 ENTER = 'echo $$ > "$0" && exec "$@"'
 """Shell: runs a command in the control group of such a file."""
 
@@ -161,12 +162,17 @@ def try_memory_limit(runs: Runs, plan: MemoryLimit) -> Outcome:
     run_dir = runs.new("memory limit")
     try:
         with memory_group() as (group, limit, used):
-            with runs.start(plan.run, run_dir, prefix=("sh", "-c", ENTER, str(group / "cgroup.procs"))) as training:
+            processes = str(group / "cgroup.procs")
+            with (
+                subprocess.Popen([sys.executable, "-c", HOG, processes], stdin=subprocess.PIPE) as hog,
+                contextlib.ExitStack() as ending,
+                runs.start(plan.run, run_dir, prefix=("sh", "-c", ENTER, processes)) as training,
+            ):
+                ending.callback(hog.kill)
                 training.wait_for_step(AFTER_STEP)
                 (group / limit).write_text(str(int((group / used).read_text()) + SPARE))
-                with subprocess.Popen([sys.executable, "-c", HOG, str(group / "cgroup.procs")]) as hog:
-                    ended = training.wait_until_gone()
-                    hog.kill()
+                hog.stdin.close()  # type: ignore[union-attr]  # it is a pipe
+                ended = training.wait_until_gone()
             events = (group / ("memory.events" if limit == "memory.max" else "memory.oom_control")).read_text()
     except NoHosts as error:
         return Outcome(not_run=str(error))
