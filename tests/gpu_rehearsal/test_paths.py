@@ -102,7 +102,7 @@ def test_a_gpu_is_not_waited_for_after_every_call(monkeypatch):
     with stand_in_gpu.stand_in_gpu() as ledger:
         clock = calibrate.Clock(torch.device("cuda"), seconds=0.05)
         clock.seconds(lambda: calls.append(time.sleep(1e-4)))
-    assert 10 * sum(times for (what, *_), times in ledger.waits.items() if what == "synchronize") < len(calls)
+    assert 2 * sum(times for (what, *_), times in ledger.waits.items() if what == "synchronize") < len(calls)
 
 
 def test_a_gpus_time_for_a_small_operation_is_without_what_keeps_it_busy(monkeypatch):
