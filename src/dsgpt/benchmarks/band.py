@@ -131,9 +131,9 @@ def verdict(folder: Path, bands: Path) -> tuple[list[str], bool, dict[str, Any],
 
 def band_page(record: frame.Record, *, source: str) -> str:
     """The page; ``source`` is the record's path, for the reader."""
-    made = frame.made_from(record, source=source, name="band")
-    fields = {"seeds": len(SEEDS), "width": WIDTHS[len(SEEDS)], "window": WINDOW, "streak": STREAK, "floor": FLOOR}
-    return frame.page_of(frame.filled("band", record, made=made, **fields), _table(record))
+    fields: dict[str, Any] = {"seeds": len(SEEDS), "width": WIDTHS[len(SEEDS)]}
+    fields |= {"window": WINDOW, "streak": STREAK, "floor": FLOOR}
+    return frame.page_of(frame.filled("band", record, record_at=source, **fields), _table(record))
 
 
 def summary_lines(record: frame.Record) -> list[str]:

@@ -202,10 +202,9 @@ def clusters_page(record: frame.Record, *, source: str) -> str:
     faults = [fault for fault in every if fault["index"] < work["faults"]]
     usual = [fault for fault in every if fault["index"] >= work["faults"] and not fault["every_sec"]]
     kinds = {kind: [fault for fault in faults if fault["kind"] == kind] for kind in KINDS}
-    made = frame.made_from(record, source=source, name="clusters", page="clusters-campaign")
-    facts = {"summary": "\n".join(summary_lines(record)), "same": BOUND, "limit": LIMIT_SEC, "made": made}
+    facts = {"summary": "\n".join(summary_lines(record)), "same": BOUND, "limit": LIMIT_SEC}
     return frame.page_of(
-        frame.filled("clusters", record, **facts),
+        frame.filled("clusters", record, record_at=source, page="clusters-campaign", **facts),
         frame.section(
             "By kind of fault",
             ["fault", "what is done", "tried", "recovered", "named", "detected after", "resumed after", "steps lost"],

@@ -21,6 +21,7 @@ from dsgpt.common.command_line import COUNT, POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import remove, write_json_atomic
 from dsgpt.common.json_files import read_object
+from dsgpt.common.text import bullets
 from dsgpt.record.schema import COMPLETE_FILE, STEPS_FILE, drop_steps_after, read_steps
 
 if TYPE_CHECKING:
@@ -234,9 +235,8 @@ def crashes_page(record: frame.Record, *, source: str) -> str:
         for one in record["scenarios"]
         if one["scenario"] in PLANTS
     ]
-    made = frame.made_from(record, source=source, name="crashes")
     return frame.page_of(
-        frame.filled("crashes", record, made=made, summary="\n".join(f"* {line}" for line in summary_lines(record))),
+        frame.filled("crashes", record, record_at=source, summary=bullets(summary_lines(record))),
         frame.section("By scenario", ["scenario", *header, "whole commands"], rows),
         frame.section("By what the disk lacks", ["lacks", *header], by_kind),
         frame.section("Planted bugs", ["bug", "states", "wrong", "the first of each kind"], planted),

@@ -26,7 +26,7 @@ from dsgpt.benchmarks.launch import (
     training_words,
 )
 from dsgpt.common.command_line import COUNT, flag
-from dsgpt.common.text import counted
+from dsgpt.common.text import bullets, counted
 from dsgpt.machine.launcher import launcher_command
 from dsgpt.model.config import PRESETS
 
@@ -73,9 +73,8 @@ def exact_page(record: frame.Record, *, source: str) -> str:
 
     rows = [[name, *(short(by_place.get((name, ranks))) for ranks in RANKS)] for name in strategies]
     others = [[one["name"], one["kind"], short(one)] for one in record["ends"] if one["kind"] != SAME]
-    made = frame.made_from(record, source=source, name="exact")
     return frame.page_of(
-        frame.filled("exact", record, summary="\n".join(f"* {line}" for line in summary_lines(record)), made=made),
+        frame.filled("exact", record, record_at=source, summary=bullets(summary_lines(record))),
         frame.section("Strategies by ranks", ["strategy", *(counted(ranks, "rank") for ranks in RANKS)], rows),
         frame.section("Resumed, killed, and without the flag", ["training", "how", "hash"], others),
     )

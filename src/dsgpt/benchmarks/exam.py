@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, filled, made_from, page_of
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, filled, page_of
 from dsgpt.common.command_line import switch
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_atomic
@@ -270,7 +270,7 @@ def exam_page(record: Record, *, source: str) -> str:
     text = filled(
         "exam",
         record,
-        made=made_from(record, source=source, name="exam"),
+        record_at=source,
         count=len(record["rows"]),
         scores="\n\n".join(scored),
         goals=table(["", "goal, at most", "reached", "met"], reached),

@@ -149,8 +149,7 @@ def faults_page(record: frame.Record, *, source: str) -> str:
     """
     faults, each = record["faults"], record["work"]["runs"].items()
     runs = "\n".join(f"* `{name}`: {run['executed_by']}, accumulation {run['accumulation']}" for name, run in each)
-    made = frame.made_from(record, source=source, name="faults")
-    head = frame.filled("faults", record, summary=_summary(record), runs=runs, made=made)
+    head = frame.filled("faults", record, record_at=source, summary=_summary(record), runs=runs)
     kinds = {kind: [fault for fault in faults if fault["kind"] == kind] for kind in KINDS}
     others = [fault for kind in ("damage", "disk", "machine", "launch") for fault in kinds[kind]]
     return frame.page_of(

@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 
 from dsgpt.benchmarks import faults
-from dsgpt.benchmarks import faults_machine as machine
 from dsgpt.benchmarks.faults import RUNS, SAVE_EVERY, STEPS, Kill, Outcome, all_wrong
-from dsgpt.benchmarks.faults_runs import Missed, Runs, Training, fill, send
+from dsgpt.benchmarks.faults_machine import machine_faults
+from dsgpt.benchmarks.faults_runs import Fault, Missed, Runs, Training, fill, send
 from dsgpt.benchmarks.hosts import NoHosts, run
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST, parse_manifest, read_manifest
@@ -459,16 +459,6 @@ def _lines_of(training: Training) -> tuple[str, ...]:
 # The faults of the campaign, tried one after the other.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """One fault to try."""
-
-    kind: str
-    name: str
-    """Description of the fault and the run."""
-    attempt: Callable[[Runs], Outcome]
-
-
 def all_faults(*, kills: int, seed: int) -> list[Fault]:
     """Every fault of the campaign, among them ``kills`` kills drawn with ``seed``."""
     planned = [_fault("request", try_signal, plan) for plan in SIGNALS]
@@ -476,14 +466,6 @@ def all_faults(*, kills: int, seed: int) -> list[Fault]:
     planned += [_fault("disk", try_disk_fault, plan) for plan in DISK_FAULTS]
     drawn = [_fault("kill", try_kill, plan) for plan in faults.seeded_kills(kills, seed=seed)]
     return [*planned, *machine_faults(), RESTART, TWO_RUNS, *drawn]
-
-
-def machine_faults() -> list[Fault]:
-    """The faults of ``faults_machine``."""
-    planned = [_fault("disk", machine.try_full_at, machine.FullAt(file=name)) for name in machine.WRITTEN]
-    limits = (machine.MemoryLimit(run=name) for name in ("baseline", "zero1"))
-    planned += [_fault("machine", machine.try_memory_limit, plan) for plan in limits]
-    return planned + [_fault("machine", machine.try_elsewhere, plan) for plan in machine.elsewhere()]
 
 
 def core_faults() -> list[Fault]:

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from dsgpt.benchmarks.faults import SAVE_EVERY, Outcome, all_wrong
-from dsgpt.benchmarks.faults_runs import SLEEP, Resumed, Runs, send
+from dsgpt.benchmarks.faults_runs import SLEEP, Fault, Resumed, Runs, send
 from dsgpt.benchmarks.hosts import NoHosts
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST, STATE_FILE, parse_manifest
@@ -53,18 +54,6 @@ ENTER = 'echo $$ > "$0" && exec "$@"'
 """Shell: runs a command in the control group of such a file."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FullAt:
-    """A disk without space for one file of a save."""
-
-    file: str
-
-    @property
-    def name(self) -> str:
-        """The name in console lines, pages and test ids."""
-        return f"{DISK_RUN}: no space while `{self.file}` of step {SPOILED} is written"
-
-
 DISK_RUN, WRITERS = "zero1", 2
 WRITTEN = (
     *(numbered(name, rank, WRITERS) for name in (store.WEIGHTS, MOMENTS) for rank in range(WRITERS)),
@@ -80,7 +69,7 @@ def with_customized(text: str, folder: Path) -> list[str]:
     return ["env", f"PYTHONPATH={folder}:{os.environ.get('PYTHONPATH', '')}"]
 
 
-def try_full_at(runs: Runs, plan: FullAt) -> Outcome:
+def try_full_at(runs: Runs, file: str) -> Outcome:
     """Refuse what needs space for one file of a save; then resume and compare.
 
     Raises:
@@ -88,11 +77,11 @@ def try_full_at(runs: Runs, plan: FullAt) -> Outcome:
     """
     if shutil.which("strace") is None:
         return Outcome(not_run="it needs strace")
-    run_dir = runs.new(plan.file)
+    run_dir = runs.new(file)
     usual = parse_manifest(store.checkpoints(runs.undisturbed(DISK_RUN))[0]).files
     if others := {name for name in (*usual, MANIFEST) if "/" not in name} ^ set(WRITTEN):
         return Outcome(wrong=f"the files of a checkpoint are others: {', '.join(sorted(others))}")
-    at = store.partial_folder(run_dir, SPOILED) / plan.file
+    at = store.partial_folder(run_dir, SPOILED) / file
     strace = ["strace", "--follow-forks", "--seccomp-bpf", "--quiet=all", "--output=/dev/null", f"--trace-path={at}"]
     strace += [f"--trace={WRITES}", f"--inject={WRITES}:error=ENOSPC"]
     prefix = with_customized(NO_NAME.format(path=str(at)), run_dir.parent) if at.suffix == ".json" else strace
@@ -141,19 +130,7 @@ def memory_group() -> Iterator[tuple[Path, str, str]]:
     raise NoHosts("no control group of this machine can limit memory")
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryLimit:
-    """A control group whose limit of memory is reached."""
-
-    run: str
-
-    @property
-    def name(self) -> str:
-        """The name in console lines, pages and test ids."""
-        return f"{self.run}: the limit of memory of its control group after step {AFTER_STEP}"
-
-
-def try_memory_limit(runs: Runs, plan: MemoryLimit) -> Outcome:
+def try_memory_limit(runs: Runs, run: str) -> Outcome:
     """Limit the memory of a run to little more than it has, and fill that; then resume and compare.
 
     Raises:
@@ -166,7 +143,7 @@ def try_memory_limit(runs: Runs, plan: MemoryLimit) -> Outcome:
             with (
                 subprocess.Popen([sys.executable, "-c", HOG, processes], stdin=subprocess.PIPE) as hog,
                 contextlib.ExitStack() as ending,
-                runs.start(plan.run, run_dir, prefix=("sh", "-c", ENTER, processes)) as training,
+                runs.start(run, run_dir, prefix=("sh", "-c", ENTER, processes)) as training,
             ):
                 ending.callback(hog.kill)
                 training.wait_for_step(AFTER_STEP)
@@ -177,63 +154,39 @@ def try_memory_limit(runs: Runs, plan: MemoryLimit) -> Outcome:
     except NoHosts as error:
         return Outcome(not_run=str(error))
     killed = next(int(line.split()[1]) for line in events.splitlines() if line.startswith("oom_kill "))
-    resumed = runs.resume(plan.run, run_dir)
+    resumed = runs.resume(run, run_dir)
     wrong = (not killed, "the kernel ended no process"), (ended["exit_code"] == 0, "the launcher ended with code 0")
     return _resumed(resumed, ended["exit_code"], *wrong)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Elsewhere:
-    """A run that is killed, and goes on where something is different."""
+def try_elsewhere(runs: Runs, run: str, what: str, *, prefix: Sequence[str] = (), again: bool = False) -> Outcome:
+    """Kill the run, resume it where something is different, and compare.
 
-    run: str
-    what: str
-    prefix: tuple[str, ...] = ()
-    """The command in which it is resumed."""
-    again: bool = False
-    """Whether the resumed run is interrupted, too, and resumed once more."""
-
-    @property
-    def name(self) -> str:
-        """The name in console lines, pages and test ids."""
-        return f"{self.run}: killed after step {AFTER_STEP}, {self.what}"
-
-
-def elsewhere() -> list[Elsewhere]:
-    """The faults."""
-    rename = 'echo dsgpt-other > /proc/sys/kernel/hostname && exec "$@"'
-    back = ("faketime", "--exclude-monotonic", "-f", "-1d")
-    renamed = ("unshare", "--uts", "sh", "-c", rename, "sh")
-    return [
-        Elsewhere(run="baseline", what="resumed with a clock that is a day behind", prefix=back),
-        Elsewhere(run="ddp", what="resumed on a host of another name", prefix=renamed),
-        Elsewhere(run="baseline", what="interrupted again in the resumed run", again=True),
-        Elsewhere(run="zero1", what="interrupted again in the resumed run", again=True),
-    ]
-
-
-def try_elsewhere(runs: Runs, plan: Elsewhere) -> Outcome:
-    """Kill the run, change what the fault changes, resume and compare.
+    Args:
+        runs: as for every fault.
+        run: a key of ``RUNS``.
+        what: the difference, in words.
+        prefix: the command in which it is resumed.
+        again: whether the resumed run is interrupted, too, and resumed once more.
 
     Raises:
         Missed: the run did not reach the step, or did not end.
     """
-    if plan.prefix and shutil.which(plan.prefix[0]) is None:
-        return Outcome(not_run=f"it needs {plan.prefix[0]}")
-    if plan.prefix[:1] == ("unshare",) and os.geteuid() != 0:
+    if prefix and shutil.which(prefix[0]) is None:
+        return Outcome(not_run=f"it needs {prefix[0]}")
+    if prefix[:1] == ("unshare",) and os.geteuid() != 0:
         return Outcome(not_run="only root can rename a host")
-    run_dir, interruptions = runs.new(plan.what), {AFTER_STEP: signal.SIGKILL}
-    if plan.again:
+    run_dir, interruptions = runs.new(what), {AFTER_STEP: signal.SIGKILL}
+    if again:
         interruptions[AFTER_STEP + SAVE_EVERY] = signal.SIGTERM
     for step, number in interruptions.items():
-        with runs.start(plan.run, run_dir, "--resume") as training:
+        with runs.start(run, run_dir, "--resume") as training:
             training.wait_for_step(step)
             send(training.everyone(), number)
             code = training.wait_until_gone()["exit_code"]
-    prefix: Sequence[str] = plan.prefix
     if prefix[:1] == ("faketime",):
         prefix = [*with_customized(SLEEP, run_dir.parent), *prefix]
-    return _resumed(runs.resume(plan.run, run_dir, prefix=prefix), code)
+    return _resumed(runs.resume(run, run_dir, prefix=prefix), code)
 
 
 def _resumed(resumed: Resumed, code: int, *more: tuple[bool, str]) -> Outcome:
@@ -241,3 +194,33 @@ def _resumed(resumed: Resumed, code: int, *more: tuple[bool, str]) -> Outcome:
     lines = tuple(line for line in resumed.output.splitlines() if "resuming from" in line)
     wrong = all_wrong(*more, (lost > SAVE_EVERY, f"{lost} steps are lost"), (bool(resumed.wrong), resumed.wrong))
     return Outcome(wrong=wrong, measured={"exit_code": code, "resumed_from": resumed.resumed_from}, said=lines)
+
+
+def machine_faults() -> list[Fault]:
+    """The faults of this file."""
+    back = ("faketime", "--exclude-monotonic", "-f", "-1d")
+    renamed = ("unshare", "--uts", "sh", "-c", 'echo dsgpt-other > /proc/sys/kernel/hostname && exec "$@"', "sh")
+    twice = "interrupted again in the resumed run"
+    elsewhere: list[tuple[str, str, dict[str, Any]]] = [
+        ("baseline", "resumed with a clock that is a day behind", {"prefix": back}),
+        ("ddp", "resumed on a host of another name", {"prefix": renamed}),
+        *((run, twice, {"again": True}) for run in ("baseline", "zero1")),
+    ]
+    full = f"{DISK_RUN}: no space while `{{}}` of step {SPOILED} is written"
+    limit = f"{{}}: the limit of memory of its control group after step {AFTER_STEP}"
+    killed = f"{{}}: killed after step {AFTER_STEP}, {{}}"
+    return [
+        *(Fault(kind="disk", name=full.format(file), attempt=partial(try_full_at, file=file)) for file in WRITTEN),
+        *(
+            Fault(kind="machine", name=limit.format(run), attempt=partial(try_memory_limit, run=run))
+            for run in ("baseline", "zero1")
+        ),
+        *(
+            Fault(
+                kind="machine",
+                name=killed.format(run, what),
+                attempt=partial(try_elsewhere, run=run, what=what, **more),
+            )
+            for run, what, more in elsewhere
+        ),
+    ]

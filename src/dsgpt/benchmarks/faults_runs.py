@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from dsgpt.benchmarks.cells import STRATEGIES, flags, prepare_corpus, write_recipe
-from dsgpt.benchmarks.faults import DROPOUT, RUNS, SAVE_EVERY, STEPS, first_error
+from dsgpt.benchmarks.faults import DROPOUT, RUNS, SAVE_EVERY, STEPS, Outcome, first_error
 from dsgpt.benchmarks.launch import child_environment
 from dsgpt.checkpoints import store
 from dsgpt.common.files import write_json_atomic
@@ -319,3 +319,14 @@ def figures(run_dir: Path) -> dict[tuple[int, str], Any]:
                 place = (line["step"], key)
                 figures[place] = (figures[place], line[key]) if place in figures else line[key]
     return figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault to try."""
+
+    kind: str
+    """One of ``KINDS``."""
+    name: str
+    """Description of the fault and the run, in console lines, pages and test ids."""
+    attempt: Callable[[Runs], Outcome]

@@ -15,7 +15,7 @@ from dsgpt.common.command_line import choice, flag, value
 from dsgpt.common.errors import EXIT_DONE, UserError
 from dsgpt.common.files import write_atomic, write_json_atomic
 from dsgpt.common.json_files import JsonError, clipped_text, read_object
-from dsgpt.common.text import BUSY, NO_DIFFERENCE, busy_words, machine_words, next_line, no_difference, table
+from dsgpt.common.text import BUSY, NO_DIFFERENCE, bullets, busy_words, machine_words, next_line, no_difference, table
 from dsgpt.machine.console import Console
 from dsgpt.record.provenance import SourceChanges, changes_since, git_commit, marked, training_sources
 from dsgpt.record.schema import finite, percentile
@@ -138,7 +138,7 @@ def generated_by(
 `.venv/bin/python src/benchmark.py {measure or name}` {ends}."""
 
 
-def made_from(record: Record, *, source: str, name: str, page: str = "") -> str:
+def made_from(record: Mapping[str, Any], *, source: str, name: str, page: str = "") -> str:
     """The paragraphs of a page that say how it is made, and when and on which machine its record was.
 
     Args:
@@ -155,15 +155,19 @@ Python {env["python_version"]}, torch {env["torch_version"]}, DeepSpeed {env["de
 Commit `{record["git_commit"]}`, {record["timestamp_utc"]}. It took {record["seconds"] / 60:.0f} minutes."""
 
 
-def filled(name: str, fields: Mapping[str, Any], **more: object) -> str:
+def filled(name: str, fields: Mapping[str, Any], *, record_at: str = "", page: str = "", **more: object) -> str:
     """The prose of ``pages/NAME.md``, its fields filled as by ``str.format``.
 
     Args:
         name: of the file.
         fields: a record, or a part of one. ``machine`` is what it says about its machine.
+        record_at: the path of that record, if ``made`` is among the fields: the words of ``made_from``.
+        page: as in ``made_from``.
         more: further fields.
     """
     machine = machine_words(fields.get("hardware", {}))
+    if record_at:
+        more["made"] = made_from(fields, source=record_at, name=name, page=page)
     text = Path(__file__).with_name("pages").joinpath(f"{name}.md").read_text(encoding="utf-8")
     return text.rstrip("\n").format_map({"machine": machine, **fields, **more})
 
@@ -175,7 +179,7 @@ def section(title: str, header: Sequence[object], rows: Sequence[Sequence[object
 
 def listed(title: str, lines: Sequence[str]) -> str:
     """The section of a page with a list of ``lines``; empty if there are none."""
-    return "\n".join([f"## {title}\n", *(f"* {line}" for line in lines)]) if lines else ""
+    return f"## {title}\n\n{bullets(lines)}" if lines else ""
 
 
 def page_of(*parts: str) -> str:

@@ -28,9 +28,8 @@ OURS, NANOGPT = "this loader", "nanoGPT's way"
 
 def loading_page(record: frame.Record, *, source: str) -> str:
     """The page; ``source`` is the record's path, for the reader."""
-    made = frame.made_from(record, source=source, name="loading")
-    goals = {"ratio": RATIO, "share": SHARE, "growth": GROWTH >> 20}
-    head = frame.filled("loading", record, made=made, length=LENGTH, size=TOKENS * 2 >> 20, **goals)
+    goals: dict[str, Any] = {"ratio": RATIO, "share": SHARE, "growth": GROWTH >> 20}
+    head = frame.filled("loading", record, record_at=source, length=LENGTH, size=TOKENS * 2 >> 20, **goals)
     return frame.page_of(head, f"## Figures\n\n{chr(10).join(summary_lines(record))}")
 
 

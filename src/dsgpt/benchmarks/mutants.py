@@ -34,6 +34,7 @@ from dsgpt.common.command_line import COUNT, POSITIVE, flag, switch
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import remove, sha256_of, write_json_atomic
 from dsgpt.common.json_files import JsonError, read_object
+from dsgpt.common.text import bullets
 
 FILES = (
     *(f"strategies/{name}.py" for name in ("base", "pytorch")),
@@ -46,11 +47,18 @@ FILES = (
 TESTS = (
     *("model/test_model.py", "model/test_documents.py", "data/test_tokens.py", "data/test_token_reader.py"),
     "data/test_data_set.py",
-    *("config/test_config.py", "config/test_recipe.py", "machine/test_processes.py"),
+    *("config/test_config.py", "config/test_recipe.py", "machine/test_processes.py", "machine/test_device.py"),
     *("checkpoints/test_pieces.py", "checkpoints/test_store.py", "checkpoints/test_host_copies.py"),
     *("strategies/test_optimizer.py", "strategies/test_setup.py", "strategies/test_vocabulary_parallel.py"),
     *(f"training/test_{name}.py" for name in ("resume", "run_folder", "saving", "loss_scaling", "changed", "journal")),
-    *("goldens/test_runs.py", "goldens/test_old_checkpoints.py"),
+    *(f"training/test_{name}.py" for name in ("invariants", "goodput", "observed_runs")),
+    *(
+        "goldens/test_runs.py",
+        "goldens/test_old_checkpoints.py",
+        "strategies/test_exact.py",
+        "strategies/test_costs.py",
+    ),
+    *("clusters/test_elastic.py", "telemetry/test_measured.py", "inference/test_init_from.py"),
 )
 """Tests that are tried on each mutant whose line they execute, below ``tests``."""
 SLOW_TESTS = ("strategies/test_on_ranks.py", "benchmarks/test_parity_core.py")
@@ -285,7 +293,16 @@ def be_pytest(
         if (copy / "tests/forked_ranks.py").exists():
             _serve_ranks(folder, coverage)
         watch = Watch(order=order, coverage=coverage)
-        usual = ["-q", "-p", "no:cacheprovider", f"--basetemp={folder / 'tmp'}", "-c", "pyproject.toml", *words]
+        usual = [
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--snapshot-warn-unused",
+            f"--basetemp={folder / 'tmp'}",
+            "-c",
+            "pyproject.toml",
+            *words,
+        ]
         code = int(importlib.import_module("pytest").main(usual, plugins=[watch]))
         if coverage:
             _write_lines(folder, coverage)
@@ -331,8 +348,7 @@ def mutants_page(record: frame.Record, *, source: str) -> str:
         source: the record's path, for the reader.
     """
     ones, reasons = record["mutants"], judgments()
-    made = frame.made_from(record, source=source, name="mutants")
-    head = frame.filled("mutants", record, made=made, summary="\n".join(f"* {line}" for line in summary_lines(record)))
+    head = frame.filled("mutants", record, record_at=source, summary=bullets(summary_lines(record)))
     counted, tables = ["mutants", "caught", "of these by a limit of time", "equivalent", "other survivors"], []
     for key in ("operator", "file"):
         names = sorted({one[key] for one in ones})

@@ -47,8 +47,7 @@ Curve = list[dict[str, float]]
 
 def oracles_page(record: frame.Record, *, source: str) -> str:
     """The page; ``source`` is the record's path, for the reader."""
-    made = frame.made_from(record, source=source, name="oracles")
-    head = frame.filled("oracles", record, made=made, recipe=RECIPE, erf=ERF, exact=EXACT)
+    head = frame.filled("oracles", record, record_at=source, recipe=RECIPE, erf=ERF, exact=EXACT)
     words = {"failed": "not equal", "not run": "not run", "error": "error"}
     return frame.page_of(head, _table(record), frame.troubles(record["programs"], words))
 

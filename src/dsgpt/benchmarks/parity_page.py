@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from dsgpt.benchmarks.cells import Cell
-from dsgpt.benchmarks.frame import Record, filled, made_from, page_of, section
+from dsgpt.benchmarks.frame import Record, filled, page_of, section
 from dsgpt.common.text import grouped, table
 
 KEYS = ("optimizer", "precision", "training", "data_ranks", "accumulation", "low", "whole_logits")
@@ -38,10 +38,10 @@ def parity_page(record: Record, *, source: str) -> str:
     facts |= {"bugs": len(bugs), "caught": sum(cell["status"] == "failed" for cell in bugs)}
     head = filled(
         "parity",
-        facts,
+        record | facts,
+        record_at=source,
         outcome=f"{failed}; {count['error']} ended in an error" if count["error"] else failed,
         wrongly=sum(cell["status"] == "refused" and not cell["as_expected"] for cell in cells) or "none",
-        made=made_from(record, source=source, name="parity"),
     )
     refusals = []
     for (message,), group in _grouped([cell for cell in cells if cell["status"] == "refused"], "message"):

@@ -121,9 +121,8 @@ def resume_page(record: frame.Record, *, source: str) -> str:
         off = [measured["validation loss"] for measured in measurements if measured]
         if off:
             losses.append(f"off by at most {max(off):.1e} in {precision} (allowed {bound:g})")
-    facts = {"tried": [len(pairs), len(rewritten)], "losses": ", ".join(losses) or "not measured"}
-    facts |= {"more": work["steps"] - work["saved"], "made": frame.made_from(record, source=source, name="resume")}
-    head = frame.filled("resume", record, passed=passed, **facts)
+    facts: dict[str, Any] = {"tried": [len(pairs), len(rewritten)], "losses": ", ".join(losses) or "not measured"}
+    head = frame.filled("resume", record, record_at=source, passed=passed, more=work["steps"] - work["saved"], **facts)
     groups: dict[str, dict[tuple[int, str], str]] = {}
     for one in rewritten:
         groups.setdefault(one["strategy"], {})[one["ranks"], one["precision"]] = STATUS_WORDS[one["status"]]

@@ -35,12 +35,11 @@ def saving_page(record: frame.Record, *, source: str) -> str:
         source: the record's path, for the reader.
     """
     size, saves = record["figures"]["sync"]["bytes"]["median"] / 1e6, max(len(run["saves"]) for run in record["runs"])
-    made = frame.made_from(record, source=source, name="saving")
     rows = [[count, frame.span_words(seconds, ".2f")] for count, seconds in record.get("writers", {}).items()]
     text = frame.filled("saving-writers", record, rate=MB_PER_SEC, block=BLOCK >> 20)
     writers = frame.section("Several writers", ["processes", "until all have written, s (range)"], rows, text=text)
     figures = "\n".join(["## Figures\n", *summary_lines(record)])
-    return frame.page_of(frame.filled("saving", record, size=size, saves=saves, made=made), figures, writers)
+    return frame.page_of(frame.filled("saving", record, record_at=source, size=size, saves=saves), figures, writers)
 
 
 def summary_lines(record: frame.Record) -> list[str]:

@@ -226,8 +226,9 @@ def serving_page(record: frame.Record, *, source: str) -> str:
         verdict = f"{lost} requests were lost; {sum(others)} were answered twice or with another text."
     grown = "unknown" if record["growth"] is None else f"{record['growth']:.3f} of the first one's"
     made, lines = frame.generated_by(source, "serving", page="serving-load"), "\n".join(summary_lines(record))
-    facts = {"made": made, "count": len(record["rounds"]), "verdict": verdict, "grown": grown, "table": lines}
-    return frame.page_of(frame.filled("serving", record, **facts))
+    count = len(record["rounds"])
+    text = frame.filled("serving", record, made=made, count=count, verdict=verdict, grown=grown, table=lines)
+    return frame.page_of(text)
 
 
 def _wrong(record: frame.Record, one: frame.Record) -> dict[str, int]:

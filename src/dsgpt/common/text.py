@@ -152,6 +152,11 @@ def megabytes(size: float) -> str:
     return f"{size / 1e6:,.1f}"
 
 
+def bullets(lines: Iterable[str]) -> str:
+    """A Markdown list."""
+    return "\n".join(f"* {line}" for line in lines)
+
+
 def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """``header`` and ``rows`` in Markdown; None is an empty field."""
     lines = [header, ["---"] * len(header), *rows]

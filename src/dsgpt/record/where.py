@@ -14,23 +14,24 @@ from dsgpt.data.addresses import Addresses, changed_sources
 from dsgpt.data.token_file import TokenFile, open_token_file
 from dsgpt.record.readings import Reading, find_spikes, suspects
 
-DESCRIPTION = """\
-Print where tokens come from: the document, its source file, its place there, its tokens and the beginning of its text.
-The place is a byte offset or a row; the hash is the first 8 bytes of the SHA-256 of the text. Of a token file: a
-document, or the one that a token belongs to. Of a run: the documents that a step read, or those behind the steps
-whose loss or gradient norm stands out. Tokens, documents, samples and ranks are counted from 0, steps from 1."""
-EXAMPLES = """\
-examples:
-  .venv/bin/python data_prep/where.py data/python-transformers/train.bin --token 150000
-  .venv/bin/python data_prep/where.py --run checkpoint/run --step 812 --rank 3
-  .venv/bin/python data_prep/where.py --spike checkpoint/run"""
 _SCRIPT = "data_prep/where.py"
 TOP = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhereOptions:
-    """The command line."""
+    """The command line.
+
+    Print where tokens come from: the document, its source file, its place there, its tokens and the beginning of its
+    text. The place is a byte offset or a row; the hash is the first 8 bytes of the SHA-256 of the text. Of a token
+    file: a document, or the one that a token belongs to. Of a run: the documents that a step read, or those behind the
+    steps whose loss or gradient norm stands out. Tokens, documents, samples and ranks are counted from 0, steps from 1.
+
+    Examples:
+      .venv/bin/python data_prep/where.py data/python-transformers/train.bin --token 150000
+      .venv/bin/python data_prep/where.py --run checkpoint/run --step 812 --rank 3
+      .venv/bin/python data_prep/where.py --spike checkpoint/run
+    """
 
     file: Path | None = flag(Path, "BIN", name="file", nargs="?")
     """a token file; with --run and --spike the training data, if it is no longer where the run read it"""
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         UserError: mistakes of the command line; or the run, its token file or the index cannot be used.
     """
-    options, problems = read_options(WhereOptions, argv, description=DESCRIPTION, epilog=EXAMPLES)
+    options, problems = read_options(WhereOptions, argv)
     asked = [name for name in ("token", "document", "run", "spike") if getattr(options, name) is not None]
     if len(asked) != 1:
         problems.add("give one of BIN --token N, BIN --document N, --run RUN --step N, and --spike RUN")

@@ -220,6 +220,11 @@ class PipelineParallel(DeepSpeedStrategy):
             instructions[schedule.OptimizerStep] = self._clip_and_step
         if self._scale.enabled:
             instructions[schedule.ReduceTiedGrads] = self._sum_tied_gradients
+        if self._stage == 0 or self._engine.using_bf16_optimizer:
+            # A sum over data ranks is rounded by places in a bucket, which differ from stage to stage. After it, the
+            # sum over stages makes the tied embedding's gradients equal; before it, the copies would drift apart.
+            tied, own = schedule.ReduceTiedGrads, schedule.ReduceGrads
+            instructions[tied], instructions[own] = instructions[own], instructions[tied]
         steps = schedule.ForwardPass, schedule.BackwardPass, schedule.OptimizerStep
         for name, kind in zip(("forward", "backward", "optimizer"), steps, strict=True):
             instructions[kind] = _in_range(name, instructions[kind])
