@@ -138,11 +138,17 @@ def test_vocabulary_comes_from_the_data(here):
             {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_SIZE": "2", "CROSS_RANK": "1"},
             (3, 1, 4, 2, "deepspeed"),
         ),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_SIZE": "1"}, (1, 0, 2, 1, "deepspeed")),
+        ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "1"}, (1, 0, 2, 2, "slurm")),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 0, 2, 2, "launcher")),
     ],
 )
 def test_topology_from_the_launchers_variables(environment, expected):
     found = read_topology(environment)
     assert (found.rank, found.local_rank, found.world_size, found.local_world_size, found.launcher) == expected
+    assert found.machines is None
+    elastic = read_topology(environment | {"PET_NNODES": "1:3"})
+    assert elastic.machines == ((1, 3) if "RANK" in environment else None)
 
 
 def test_dry_run_shows_the_plan_and_writes_nothing(here, capsys):

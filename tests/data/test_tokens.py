@@ -111,6 +111,7 @@ def test_golden_order():
     assert order.batches(0, 1).tolist() == [[70, 1, 31, 38, 33, 87, 43, 47]]
     assert order.batches(11, 13).tolist() == [[86, 19, 59, 98, 93, 62, 55, 66], [48, 96, 6, 57, 58, 64, 68, 88]]
     assert shuffled(np.arange(10), size=10, key="golden").tolist() == [0, 3, 6, 2, 9, 4, 1, 8, 7, 5]
+    assert shuffled(np.arange(4), size=4, key="golden").tolist() == [2, 0, 1, 3]
     mixed = MixtureOrder(windows=77, global_batch_size=4, seed=1337, sizes=(25, 11, 41), parts=(5, 2, 3))
     assert mixed.batches(0, 2).tolist() == [[15, 65, 7, 25], [19, 73, 14, 30]]
     assert mixed.batches(40, 41).tolist() == [[4, 76, 15, 30]]

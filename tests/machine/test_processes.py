@@ -45,6 +45,14 @@ def test_layout_is_deepspeeds(pipeline, tensor, data):
         assert (ours.stage, ours.data_rank, ours.tensor_rank) == tuple(theirs.get_coord(rank))
 
 
+def test_places_on_the_second_machine_are_those_of_the_whole_launch():
+    second = Topology(rank=5, local_rank=1, world_size=8, local_world_size=4, launcher="x")
+    one = second.split(ParallelSizes(sequence=4))
+    assert (one.sequence_rank, one.data_rank, one.machine) == (1, 1, 1)
+    one = second.split(ParallelSizes(tensor=4))
+    assert (one.tensor_rank, one.data_rank, one.is_main) == (1, 1, False)
+
+
 def test_a_free_port_is_none_that_a_connection_could_take_meanwhile(monkeypatch):
     first_of_connections = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert free_port() < first_of_connections

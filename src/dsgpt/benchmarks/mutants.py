@@ -47,7 +47,7 @@ FILES = (
 TESTS = (
     *("model/test_model.py", "model/test_documents.py", "data/test_tokens.py", "data/test_token_reader.py"),
     "data/test_data_set.py",
-    *("config/test_config.py", "config/test_recipe.py", "machine/test_processes.py", "machine/test_device.py"),
+    *("config/test_config.py", "config/test_recipe.py", "machine/test_processes.py"),
     *("checkpoints/test_pieces.py", "checkpoints/test_store.py", "checkpoints/test_host_copies.py"),
     *("strategies/test_optimizer.py", "strategies/test_setup.py", "strategies/test_vocabulary_parallel.py"),
     *(f"training/test_{name}.py" for name in ("resume", "run_folder", "saving", "loss_scaling", "changed", "journal")),
