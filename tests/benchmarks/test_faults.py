@@ -50,7 +50,7 @@ def test_a_fault_that_cannot_be_caused_counts_as_failed(tmp_path, monkeypatch, c
     monkeypatch.setattr(kinds, "core_faults", lambda: [good, bad, left_out])
     options = faults.FaultOptions(core=True, output=tmp_path / "out" / "faults.json")
     assert run_suite(faults.Faults, options, repository=REPOSITORY) == 1
-    assert "[ 2/3] bad: FAILED" in capsys.readouterr().out
+    assert "[2/3] bad: FAILED" in capsys.readouterr().out
     statuses = [one["status"] for one in json.loads(options.output.read_text())["faults"]]
     assert statuses == ["passed", "failed", "not run"]
     page = options.output.with_suffix(".md").read_text()

@@ -74,7 +74,7 @@ def test_the_museum_goes_on_where_it_stopped(tmp_path, monkeypatch):
             ran.append(exhibit.name)
             yield museum.compared(exhibit, PASSED, PASSED if exhibit.name == names[1] and len(ran) < 3 else FAILED)
 
-    monkeypatch.setattr(museum.Museum, "_results", results)
+    monkeypatch.setattr(museum.Museum, "results", results)
     for minutes in (0.0, 40.0, 40.0):
         options = museum.MuseumOptions(output=output, minutes=minutes)
         code = frame.run_suite(museum.Museum, options, repository=REPOSITORY)

@@ -39,7 +39,7 @@ def test_resume_writes_its_record_and_page(tmp_path, monkeypatch, capsys):
     record = tmp_path / "out" / "resume.json"
     with launches_fork():
         assert run_suite(Resume, ResumeOptions(core=True, output=record), repository=REPOSITORY) == 0
-    assert "[  1/1] baseline on 1 rank, fp32, writes what it read: passed" in capsys.readouterr().out
+    assert "[1/1] baseline on 1 rank, fp32, writes what it read: passed" in capsys.readouterr().out
     found = json.loads(record.read_text())
     assert found["rewritten"][0]["measured"]["optimizer.safetensors"] is True
     assert found["reference"]["last_loss"] < found["reference"]["first_loss"]

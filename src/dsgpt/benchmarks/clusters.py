@@ -13,10 +13,7 @@ from dsgpt.benchmarks.cells import Cell
 from dsgpt.benchmarks.faults import SAVE_EVERY, STEPS
 from dsgpt.common.command_line import COUNT, NUMBER, flag, switch
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import write_json_atomic
-from dsgpt.common.json_files import read_object
 from dsgpt.config.options import SAVE_MODES
-from dsgpt.record.schema import finite
 
 # Which fault meets which run, and when; all of it follows from a seed.
 
@@ -317,17 +314,16 @@ class Clusters(frame.Suite[ClusterOptions, tuple[Fault, Outcome]]):
     """
 
     name, record_of, schema_version, unit = "clusters", "the campaign of cluster faults", "1.0", "fault"
+    counted = "faults"
     flags, page, summary = ClusterOptions, staticmethod(clusters_page), staticmethod(summary_lines)
 
     def plan(self) -> int:
-        options, output = self.options, self.options.output
-        chosen = frame.selected(KINDS, options.only)
-        earlier: frame.Record = {"seed": options.seed, "blocks": [], "faults": []}
-        earlier = read_object(output) if output.exists() else earlier
-        if earlier["seed"] != options.seed:
-            raise UserError(f"--output {output}: has faults of seed {earlier['seed']}: give that one, or another file")
-        self._blocks = earlier["blocks"]
-        self._earlier = [fault for fault in earlier["faults"] if not (options.again and fault["wrong"])]
+        options = self.options
+        chosen, seed = frame.selected(KINDS, options.only), self.earlier.get("seed", options.seed)
+        if seed != options.seed:
+            raise UserError(f"--output {options.output}: has faults of seed {seed}: give that one, or another file")
+        earlier = self.earlier.get("faults", ())
+        self._earlier = [fault for fault in earlier if not (options.again and fault["wrong"])]
         done = {fault["index"] for fault in self._earlier}
         every = campaign(options.faults, seed=options.seed)
         self._faults = [fault for fault in every if fault.kind in chosen and fault.index not in done]
@@ -336,13 +332,12 @@ class Clusters(frame.Suite[ClusterOptions, tuple[Fault, Outcome]]):
     def begin(self) -> None:
         from dsgpt.benchmarks.clusters_runs import ClusterRuns  # noqa: PLC0415 - torch takes seconds
 
-        self._started, self._head = time.monotonic(), frame.record_head(self.schema_version, device="cpu")
         self._runs = ClusterRuns(self.folder, repository=self.repository)
         self.console.say(f"{len(self._faults)} faults; {len(self._earlier)} are in {self.options.output} already")
 
     def results(self) -> Iterator[tuple[Fault, Outcome]]:
-        options, waiting, ended = self.options, iter(self._faults), list[tuple[Fault, Outcome]]()
-        end = self._started + 60 * options.minutes
+        options, waiting = self.options, iter(self._faults)
+        end = time.monotonic() + 60 * options.minutes
         with ThreadPoolExecutor(options.at_once) as pool, self._runs:
             running: dict[Future[Outcome], Fault] = {}
             while True:
@@ -351,10 +346,7 @@ class Clusters(frame.Suite[ClusterOptions, tuple[Fault, Outcome]]):
                 if not running:
                     return
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    ended.append((running.pop(future), future.result()))
-                    options.output.parent.mkdir(parents=True, exist_ok=True)
-                    write_json_atomic(options.output, finite(self._head | self.record(ended)))
-                    yield ended[-1]
+                    yield running.pop(future), future.result()
 
     def line(self, result: tuple[Fault, Outcome], *, count: str, left: str) -> str:
         fault, outcome = result
@@ -364,14 +356,10 @@ class Clusters(frame.Suite[ClusterOptions, tuple[Fault, Outcome]]):
         return f"{count} {fault.name}: {word} ({outcome.seconds:.1f} s{left}){''.join(f': {one}' for one in because)}"
 
     def record(self, results: Sequence[tuple[Fault, Outcome]]) -> frame.Record:
-        seconds = round(time.monotonic() - self._started, 1)
-        block = {key: self._head[key] for key in ("git_commit", "timestamp_utc")}
-        blocks = [*self._blocks, block | {"seconds": seconds, "faults": len(results)}]
         new = [asdict(fault) | {"name": fault.name} | asdict(outcome) for fault, outcome in results]
         faults = sorted([*self._earlier, *new], key=lambda fault: fault["index"])
         work = {"faults": self.options.faults, "steps": STEPS, "save_every": SAVE_EVERY} | frame.work_facts("cpu")
-        facts = {"seed": self.options.seed, "seconds": sum(one["seconds"] for one in blocks)}
-        return {"work": work, **facts, "blocks": blocks, "faults": faults}
+        return {"work": work, "seed": self.options.seed, "faults": faults}
 
     def failures(self, record: frame.Record) -> list[str]:
         guilty = _known(record["faults"], "named")

@@ -1,7 +1,6 @@
 """``benchmark.py faults``: what is killed when, and the page of the campaign."""
 
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -9,10 +8,7 @@ from typing import Any
 from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.cells import Cell, by
 from dsgpt.common.command_line import COUNT, NUMBER, flag, switch
-from dsgpt.common.files import write_json_atomic
-from dsgpt.common.json_files import read_object
 from dsgpt.config.options import SAVE_MODES
-from dsgpt.record.schema import finite
 
 STEPS, SAVE_EVERY = 24, 4
 """Steps of every run of the campaign, and steps between its checkpoints."""
@@ -247,7 +243,7 @@ class Faults(frame.Suite[FaultOptions, Outcome]):
       .venv/bin/python src/benchmark.py faults --table-from checkpoint/faults/faults.json
     """
 
-    name, record_of, unit, count_width = "faults", "the fault campaign", "fault", 2
+    name, record_of, unit, counted = "faults", "the fault campaign", "fault", "faults"
     flags, page, summary = FaultOptions, staticmethod(faults_page), staticmethod(summary_lines)
 
     def plan(self) -> int:
@@ -255,16 +251,13 @@ class Faults(frame.Suite[FaultOptions, Outcome]):
 
         options = self.options
         self._faults = core_faults() if options.core else all_faults(kills=options.kills, seed=options.seed)
-        earlier = read_object(options.output, max_bytes=frame.MAX_BYTES) if options.output.exists() else {}
-        self._blocks = earlier.get("blocks", [])
-        self._earlier = {one["name"]: one for one in earlier.get("faults", []) if one["status"] == "passed"}
+        self._earlier = {one["name"]: one for one in self.earlier.get("faults", ()) if one["status"] == "passed"}
         self._todo = [fault for fault in self._faults if fault.name not in self._earlier]
         return len(self._todo)
 
     def begin(self) -> None:
         from dsgpt.benchmarks.faults_runs import Runs  # noqa: PLC0415
 
-        self._started, self._head = time.monotonic(), frame.record_head(self.schema_version, device="cpu")
         self._runs = Runs(self.folder, repository=self.repository)
         done = f"; {len(self._earlier)} are in {self.options.output} already" if self._earlier else ""
         self.console.say(f"{len(self._todo)} faults; each run is first trained undisturbed{done}")
@@ -272,14 +265,7 @@ class Faults(frame.Suite[FaultOptions, Outcome]):
     def results(self) -> Iterator[Outcome]:
         from dsgpt.benchmarks.faults_kinds import try_faults  # noqa: PLC0415
 
-        ended = []
-        for outcome in try_faults(self._runs, self._todo):
-            ended.append(outcome)
-            self.options.output.parent.mkdir(parents=True, exist_ok=True)
-            write_json_atomic(self.options.output, finite(self._head | self.record(ended)))
-            yield outcome
-            if time.monotonic() - self._started > 60 * self.options.minutes:
-                return
+        return try_faults(self._runs, self._todo)
 
     def line(self, result: Outcome, *, count: str, left: str) -> str:
         word = {"passed": "recovered", "failed": "FAILED", "not run": "not run"}[result.status]
@@ -291,13 +277,9 @@ class Faults(frame.Suite[FaultOptions, Outcome]):
         work = {"steps": STEPS, "save_every": SAVE_EVERY, "dropout": DROPOUT} | frame.work_facts("cpu") | {"runs": runs}
         ended = {one.name: asdict(one) | {"status": one.status, "seconds": round(one.seconds, 2)} for one in results}
         every = self._earlier | ended
-        block = {"git_commit": self._head["git_commit"], "seconds": time.monotonic() - self._started}
-        blocks = [*self._blocks, block | {"faults": len(ended)}]
         return {
             "work": work,
             "seed": self.options.seed,
-            "seconds": round(sum(one["seconds"] for one in blocks), 1),
-            "blocks": blocks,
             "planned": len(self._faults),
             "faults": [every[fault.name] for fault in self._faults if fault.name in every],
         }

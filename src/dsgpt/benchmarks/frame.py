@@ -1,5 +1,6 @@
 """The frame of all suites: their flags, their command, their records and pages."""
 
+import math
 import statistics
 import tempfile
 import time
@@ -296,12 +297,13 @@ class Suite(ABC, Generic[O, R]):
     """Schema of the record."""
     unit: ClassVar[str]
     """Name of one result, in the progress bar."""
-    count_width: ClassVar[int] = 3
-    """Width, in columns, of the number of results so far."""
     failure_line: ClassVar[str] = ""
     """The form of a failure at the end of the console's output; empty for none."""
     flags: ClassVar[type[SuiteOptions]]
     """The dataclass of its options."""
+    counted: ClassVar[str] = ""
+    """The key of the results in a record that grows in blocks: each result is written as it comes, none begins after
+    ``--minutes``, and a repeated command with the same ``--output`` continues. Empty if a record is made at once."""
     names: ClassVar[str] = ""
     """The last line of its help: names that its flags take. The docstring of the class is the help."""
     page: ClassVar[Callable[..., str]]
@@ -313,6 +315,10 @@ class Suite(ABC, Generic[O, R]):
         self.options, self.repository, self.console = options, repository, Console(speaks=True)
         self.folder = Path()
         """Folder to work in; ``run_suite`` sets it before ``begin``."""
+        self.earlier: Record = {}
+        """The record that a suite in blocks continues; empty if there is none."""
+        if self.counted and options.output.exists():
+            self.earlier = read_object(options.output, max_bytes=MAX_BYTES)
 
     @abstractmethod
     def plan(self) -> int:
@@ -388,7 +394,22 @@ def run_suite(suite: type[Suite[O, R]], options: O, *, repository: Path) -> int:
     console, output = run.console, run.options.output
     page = run.options.page or output.with_suffix(".md")
     total, started = run.plan(), time.perf_counter()
-    load, results = LoadOfOthers(), list[R]()
+    load, results, minutes = LoadOfOthers(), list[R](), getattr(options, "minutes", math.inf)
+
+    def write() -> Record:
+        seconds = round(time.perf_counter() - started, 1)
+        head = record_head(suite.schema_version, device=getattr(options, "device", "cpu"))
+        head["git_commit"] = marked(commit, sources, repository=repository)  # marked if a source has changed meanwhile
+        block = {key: head[key] for key in ("git_commit", "timestamp_utc")}
+        blocks = [*run.earlier.get("blocks", ()), block | {"seconds": seconds, suite.counted: len(results)}]
+        if suite.counted:
+            seconds = round(sum(one["seconds"] for one in blocks), 1)
+            head["blocks"] = blocks
+        record: Record = finite(head | {"seconds": seconds} | run.record(results) | load.figures())
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(output, record)
+        return record
+
     with ExitStack() as resources:
         run.folder = run.work_folder(resources).resolve()
         run.begin()
@@ -398,13 +419,12 @@ def run_suite(suite: type[Suite[O, R]], options: O, *, repository: Path) -> int:
             results.append(result)
             progress.advance()
             left = f"; {progress.time_left()} left" if len(results) < total else ""
-            console.say(run.line(result, count=f"[{len(results):>{suite.count_width}}/{total}]", left=left))
-        seconds = round(time.perf_counter() - started, 1)
-        head = record_head(suite.schema_version, device=getattr(options, "device", "cpu"))
-        record: Record = finite(head | {"seconds": seconds} | run.record(results) | load.figures())
-    record["git_commit"] = marked(commit, sources, repository=repository)  # marked if one has changed meanwhile
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(output, record)
+            console.say(run.line(result, count=f"[{len(results):>{len(str(total))}}/{total}]", left=left))
+            if suite.counted:
+                write()
+                if time.perf_counter() - started > 60 * minutes:
+                    break
+        record = write()
     failures = run.failures(record)
     write_page(suite, page, record, source=output, repository=repository)
     written, shown = f"record {output}, page {page}", next_line(["less", page])

@@ -204,7 +204,7 @@ class Gpu(frame.Suite[GpuOptions, Result]):
       .venv/bin/python src/benchmark.py gpu --stand_in --into checkpoint/gpu-rehearsal
     """
 
-    name, record_of, unit, count_width, failure_line = frame.GPU, "a proof on GPUs", "chunk", 2, "FAILED: {}"
+    name, record_of, unit, failure_line = frame.GPU, "a proof on GPUs", "chunk", "FAILED: {}"
     flags, page, summary = GpuOptions, staticmethod(gpu_page), staticmethod(summary_lines)
     names = f"chunks: {', '.join(CHUNKS)}"
 

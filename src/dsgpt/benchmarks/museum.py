@@ -15,7 +15,6 @@ import pkgutil
 import re
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
@@ -32,7 +31,6 @@ from dsgpt.common.command_line import NUMBER, flag
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import read_object
 from dsgpt.config.recipe import merged
-from dsgpt.record.schema import finite
 
 # What an exhibit is, and how a bug is planted.
 
@@ -357,35 +355,23 @@ class Museum(frame.Suite[MuseumOptions, frame.Record]):
     """
 
     name, record_of, schema_version, unit = "museum", "the museum", "1.0", "exhibit"
+    counted = "exhibits"
     failure_line = "not as it should be: {}"
     flags, page, summary = MuseumOptions, staticmethod(museum_page), staticmethod(summary_lines)
 
     def plan(self) -> int:
         load()
-        options, output = self.options, self.options.output
-        earlier = read_object(output) if output.exists() else {"blocks": [], "exhibits": []}
-        done = {one["name"] for one in earlier["exhibits"] if one["status"] == "caught" and not options.only}
-        self._todo = [one for name, one in frame.selected(EXHIBITS, options.only).items() if name not in done]
+        only, earlier = self.options.only, self.earlier.get("exhibits", ())
+        done = {one["name"] for one in earlier if one["status"] == "caught" and not only}
+        self._todo = [one for name, one in frame.selected(EXHIBITS, only).items() if name not in done]
         names = {one.name for one in self._todo}
-        self._blocks = earlier["blocks"]
-        self._earlier = {one["name"]: one for one in earlier["exhibits"] if one["name"] not in names}
+        self._earlier = {one["name"]: one for one in earlier if one["name"] not in names}
         return len(self._todo)
 
     def begin(self) -> None:
-        self._started, self._head = time.monotonic(), frame.record_head(self.schema_version, device="cpu")
         self.console.say(f"{len(self._todo)} exhibits; {len(self._earlier)} are in {self.options.output} already")
 
     def results(self) -> Iterator[frame.Record]:
-        ended = []
-        for result in self._results():
-            ended.append(result)
-            self.options.output.parent.mkdir(parents=True, exist_ok=True)
-            write_json_atomic(self.options.output, finite(self._head | self.record(ended)))
-            yield result
-            if time.monotonic() - self._started > 60 * self.options.minutes:
-                return
-
-    def _results(self) -> Iterator[frame.Record]:
         yield from (_result(one, "absent", message=one.absent) for one in self._todo if one.absent)
         for kind, suite in ((Cell, Trainings), (Pair, Resumes)):
             waiting = [one for one in self._todo if isinstance(one.where, kind)]
@@ -409,14 +395,9 @@ class Museum(frame.Suite[MuseumOptions, frame.Record]):
         return f"{count} {result['name']}: {words} ({result['seconds']:.1f} s{left}){because}"
 
     def record(self, results: Sequence[frame.Record]) -> frame.Record:
-        seconds = round(time.monotonic() - self._started, 1)
-        block = {key: self._head[key] for key in ("git_commit", "timestamp_utc")}
-        blocks = [*self._blocks, block | {"seconds": seconds, "exhibits": len(results)}]
         every = self._earlier | {one["name"]: one for one in results}
         return {
             "work": {"steps": STEPS} | frame.work_facts("cpu"),
-            "seconds": sum(one["seconds"] for one in blocks),
-            "blocks": blocks,
             "exhibits": [every[name] for name in EXHIBITS if name in every],
         }
 

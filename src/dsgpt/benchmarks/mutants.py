@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import importlib
 import importlib.util
-import json
 import os
 import random
 import shutil
@@ -67,6 +66,8 @@ ABOUT = {"pipeline": "pipeline", "tensor_layers": "tensor", "pytorch": "ddp or f
 """Module to the word that selects the ``SLOW_TESTS`` of what it does; all, if it is not here."""
 WARM = (*IMPORTS["torchrun"], *IMPORTS["deepspeed"], "transformers", "pytest")
 """Modules that are imported once, and not for each mutant."""
+PYTEST_WORDS = ("-q", "-p", "no:cacheprovider", "--snapshot-warn-unused")
+"""Of every command line: snapshots that nothing used would be a failure, as of tests that are only collected."""
 MUTANTS, SEED = 400, 28
 MOST_TESTS, MOST_SEC = 40, 90
 """Tests that are tried on a mutant, and how long they take together without it."""
@@ -293,16 +294,7 @@ def be_pytest(
         if (copy / "tests/forked_ranks.py").exists():
             _serve_ranks(folder, coverage)
         watch = Watch(order=order, coverage=coverage)
-        usual = [
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--snapshot-warn-unused",
-            f"--basetemp={folder / 'tmp'}",
-            "-c",
-            "pyproject.toml",
-            *words,
-        ]
+        usual = [*PYTEST_WORDS, f"--basetemp={folder / 'tmp'}", "-c", "pyproject.toml", *words]
         code = int(importlib.import_module("pytest").main(usual, plugins=[watch]))
         if coverage:
             _write_lines(folder, coverage)
@@ -426,6 +418,7 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
     """
 
     name, record_of, unit, failure_line = "mutants", "mutants", "mutant", "SURVIVED: {}"
+    counted = "mutants"
     flags, page, summary = MutantOptions, staticmethod(mutants_page), staticmethod(summary_lines)
 
     def plan(self) -> int:
@@ -436,11 +429,8 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
         self._sources = {file: (package / file).read_bytes() for file in FILES}
         self._sums = {file: sha256_of(package / file) for file in FILES}
         self._chosen = sample(self._sources, count=self.options.mutants, seed=self.options.seed)
-        self._lines, self._earlier = self.options.output.with_suffix(".jsonl"), dict[str, frame.Record]()
-        for line in self._lines.read_text(encoding="utf-8").splitlines() if self._lines.exists() else ():
-            one = json.loads(line)
-            if one["sha256"] == self._sums.get(one["file"]):
-                self._earlier[one["name"]] = one
+        earlier = self.earlier.get("mutants", ())
+        self._earlier = {one["name"]: one for one in earlier if one["sha256"] == self._sums.get(one["file"])}
         again = {one["name"] for one in _survived([*self._earlier.values()])}
         files = frame.selected({file: file for file in FILES}, self.options.only)
         names = again if self.options.survivors else {mutant.name for mutant in self._chosen} - self._earlier.keys()
@@ -497,15 +487,8 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
 
     def results(self) -> Iterator[frame.Record]:
         for mutant in self._todo:
-            if time.monotonic() > self._until:
-                self.console.say(f"{self.options.minutes} minutes are over: the same command continues")
-                return
-            result = self._try(mutant)
-            result |= asdict(mutant) | {"name": mutant.name, "sha256": self._sums[mutant.file]}
-            self._lines.parent.mkdir(parents=True, exist_ok=True)
-            with self._lines.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(result) + "\n")
-            yield result
+            mark = {"name": mutant.name, "sha256": self._sums[mutant.file]}
+            yield self._try(mutant) | asdict(mutant) | mark
 
     def _try(self, mutant: Mutant) -> frame.Record:
         """Outcome, the test that failed, the number of tests, seconds."""

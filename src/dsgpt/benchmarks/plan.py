@@ -424,7 +424,7 @@ class Plan(frame.Suite[PlanOptions, Result]):
     """
 
     name, record_of, unit = "plan", "predictions", "cell"
-    count_width, failure_line = 2, "outside the bounds: {}"
+    failure_line = "outside the bounds: {}"
     flags, page, summary = PlanOptions, staticmethod(plan_page), staticmethod(summary_lines)
 
     def plan(self) -> int:
