@@ -69,6 +69,7 @@ def test_as_many_ranks_train_as_split_the_global_batch(here, machines, started, 
         config = resolved(words(here, here / "run", recipe), replace(place, machines=machines))
         assert (config.topology.world_size, config.topology.spares) == (trains, started - trains)
         assert config.topology.is_spare == (trains < started)
+        assert config.topology.local_world_size == min(each, trains)
         assert config.batch.global_batch_size == 8
         assert said in "\n".join(config.notices)
 

@@ -46,11 +46,10 @@ def test_layout_is_deepspeeds(pipeline, tensor, data):
 
 
 def test_places_on_the_second_machine_are_those_of_the_whole_launch():
-    second = Topology(rank=5, local_rank=1, world_size=8, local_world_size=4, launcher="x")
-    one = second.split(ParallelSizes(sequence=4))
-    assert (one.sequence_rank, one.data_rank, one.machine) == (1, 1, 1)
-    one = second.split(ParallelSizes(tensor=4))
-    assert (one.tensor_rank, one.data_rank, one.is_main) == (1, 1, False)
+    second = Topology(rank=5, local_rank=1, world_size=12, local_world_size=4, launcher="x")
+    one, other = second.split(ParallelSizes(sequence=3)), second.split(ParallelSizes(tensor=3))
+    assert (one.sequence_rank, one.data_rank, one.machine) == (2, 1, 1)
+    assert (other.tensor_rank, other.data_rank, other.is_main) == (2, 1, False)
 
 
 def test_a_free_port_is_none_that_a_connection_could_take_meanwhile(monkeypatch):

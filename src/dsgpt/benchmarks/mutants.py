@@ -58,6 +58,7 @@ TESTS = (
         "strategies/test_costs.py",
     ),
     *("clusters/test_elastic.py", "telemetry/test_measured.py", "inference/test_init_from.py"),
+    *("goldens/test_golden_words.py", "inference/test_export.py"),
 )
 """Tests that are tried on each mutant whose line they execute, below ``tests``."""
 SLOW_TESTS = ("strategies/test_on_ranks.py", "benchmarks/test_parity_core.py")
