@@ -5,9 +5,11 @@ A command runs the script that a checkout has for it, with the same flags; an in
 """
 
 import importlib.metadata
+import inspect
 import os
 import runpy
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from dsgpt.common.command_line import COMPLETING, Parser, run_script
@@ -36,24 +38,26 @@ COMMANDS = {
     "export": ("src/convert.py", "write weights for other programs"),
 }
 """Command -> the script or module that it runs, perhaps with a first word, and what it does."""
-HELP = """\
-usage: dsgpt COMMAND [FLAGS]
-
-Train GPT-2-class models from scratch with DeepSpeed, and compare parallel strategies on equal work.
-
-{commands}
-
-flags: dsgpt train --help, and so on; dsgpt --version
-examples:
-  dsgpt demo --steps 100
-  dsgpt plan --recommend --model_size small --gpu a100-80gb --gpus 4 --tokens 10B
-  deepspeed --num_gpus 4 --module dsgpt train --run_type optimized ...
-completion of flags in bash: pip install argcomplete; eval "$(register-python-argcomplete dsgpt)"
-"""
 
 
 def main() -> None:
-    """Run the command that the first words name; the others are its flags."""
+    """Run the command that the first words name; the others are its flags.
+
+    Its help::
+
+        usage: dsgpt COMMAND [FLAGS]
+
+        Train GPT-2-class models from scratch with DeepSpeed, and compare parallel strategies on equal work.
+
+        {commands}
+
+        flags: dsgpt train --help, and so on; dsgpt --version
+        examples:
+          dsgpt demo --steps 100
+          dsgpt plan --recommend --model_size small --gpu a100-80gb --gpus 4 --tokens 10B
+          deepspeed --num_gpus 4 --module dsgpt train --run_type optimized ...
+        completion of flags in bash: pip install argcomplete; eval "$(register-python-argcomplete dsgpt)"
+    """
     if COMPLETING in os.environ:
         _complete()
         return
@@ -62,7 +66,7 @@ def main() -> None:
     if not words or words[0] in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS))
         lines = (f"  {command:{width}}  {text}" for command, (_, text) in COMMANDS.items())
-        print(HELP.format(commands="\n".join(lines)), end="")
+        print(textwrap.dedent((inspect.getdoc(main) or "").partition("::\n\n")[2]).format(commands="\n".join(lines)))
         return
     if words[0] in ("-V", "--version"):
         print(f"dsgpt {importlib.metadata.version('dsgpt')}")
