@@ -1,6 +1,5 @@
 """A cell: one strategy on a number of ranks under one setting, and how it is run."""
 
-import copy
 import itertools
 import json
 import shutil
@@ -210,6 +209,11 @@ class Cell:
         return ", ".join(filter(None, [*words, self.optimizer, self.precision, self.option, self.bug]))
 
     @property
+    def place(self) -> tuple[int, str]:
+        """Its ranks, and the launcher of a launch that serves every strategy."""
+        return self.ranks, "torchrun" if self.ranks > 1 else "python"
+
+    @property
     def folder(self) -> str:
         """The name without blanks, for a folder."""
         return self.name.replace(", ", "_").replace(" ", "-")
@@ -230,7 +234,7 @@ def executed_by(cell: Cell) -> str:
 # A model by its sizes, and the one that several suites measure.
 
 
-DIMENSIONS = ("n_layer", "n_head", "n_embd")
+DIMENSIONS = ("n_layer", "n_head", "n_embd", "vocab_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,13 +250,11 @@ class Shape:
     @classmethod
     def published(cls, name: str, **more: Any) -> Self:
         """That of a preset of ``src/gpt2.py``, with other fields if given."""
-        sizes = {size: getattr(PRESETS[name], size) for size in (*DIMENSIONS, "vocab_size")}
-        return cls(name=name, **sizes | more)
+        return cls(name=name, **{size: getattr(PRESETS[name], size) for size in DIMENSIONS} | more)
 
     def config(self, positions: int) -> GPT2Config:
         """The model with that many positions."""
-        sizes = {size: getattr(self, size) for size in (*DIMENSIONS, "vocab_size")}
-        return GPT2Config(**sizes, block_size=positions)
+        return GPT2Config(**{size: getattr(self, size) for size in DIMENSIONS}, block_size=positions)
 
 
 NARROW = Shape(name="4 x 256", n_layer=4, n_head=4, n_embd=256, vocab_size=8192)
@@ -286,20 +288,15 @@ def prepare_corpus(repository: Path, folder: Path) -> Corpus:
             raise UserError(f"{library / name}: is missing, but the suite trains on it: use a Python with its sources")
         shutil.copy(library / name, text / name.replace("/", "-").replace(".py", ".txt"))
     tokenizer = ("--tokenizer", "train", "--vocab_size", str(VOCABULARY))
-    return _prepare(repository, folder / "data", "--input", str(text), *tokenizer, "--val_fraction", "0.2")
+    return prepare_demo(repository, folder / "data", "--input", str(text), *tokenizer, "--val_fraction", "0.2")
 
 
-def prepare_demo(repository: Path, folder: Path) -> Corpus:
-    """The text of ``make demo`` in ``folder``.
+def prepare_demo(repository: Path, folder: Path, *flags: str) -> Corpus:
+    """The text of ``make demo`` in ``folder``, or with ``flags`` of the script another; prepared once.
 
     Raises:
         UserError: the script failed.
     """
-    return _prepare(repository, folder)
-
-
-def _prepare(repository: Path, folder: Path, *flags: str) -> Corpus:
-    """The files of ``folder``, prepared once."""
     corpus = Corpus(train=folder / "train.bin", val=folder / "val.bin")
     if corpus.train.exists():
         return corpus
@@ -343,10 +340,9 @@ def write_random_tokens(folder: Path, *, vocab_sizes: Iterable[int], count: int)
     import numpy as np  # noqa: PLC0415 - takes its time
 
     for vocab_size in vocab_sizes:
-        ids = np.random.default_rng(0).integers(0, vocab_size - 1, size=count)
         path, eot_id = folder / f"{vocab_size}.bin", vocab_size - 1
         with TokenFileWriter(path, vocab_size=vocab_size, eot_id=eot_id, tokenizer=None, source="random ids") as writer:
-            writer.append(ids)
+            writer.append(np.random.default_rng(0).integers(0, eot_id, size=count))
 
 
 # Makes the recipe file and the flags of ``src/gpt2.py`` for a cell.
@@ -375,12 +371,8 @@ FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 8}
 
 SMALL_BUCKETS = {"reduce_bucket_size": 5_000, "allgather_bucket_size": 5_000}
 SMALL_BUCKETS_3 = {
-    "reduce_bucket_size": 5_000,
-    "stage3_prefetch_bucket_size": 5_000,
-    "stage3_param_persistence_threshold": 200,
-    "stage3_max_live_parameters": 20_000,
-    "stage3_max_reuse_distance": 20_000,
-    "sub_group_size": 20_000,
+    **{"reduce_bucket_size": 5_000, "stage3_prefetch_bucket_size": 5_000, "stage3_param_persistence_threshold": 200},
+    **dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance", "sub_group_size"), 20_000),
 }
 """Bucket sizes in parameters. At the usual sizes this model would fit into one bucket, and ZeRO-3 would shard
 nothing."""
@@ -403,10 +395,8 @@ def write_recipe(path: Path, cell: Cell, *, recipes: Path, training: str | None 
     """
     strategy = STRATEGIES[cell.strategy]
     recipe = json.loads((recipes / strategy.recipe).read_text(encoding="utf-8"))
-    torch_adam = recipe["optimizer"]["params"].get("torch_adam")
-    recipe["optimizer"] = copy.deepcopy(OPTIMIZERS[cell.optimizer])
-    if torch_adam is not None and cell.optimizer == "adamw":
-        recipe["optimizer"]["params"]["torch_adam"] = torch_adam
+    torch_adam = recipe["optimizer"]["params"].get("torch_adam") if cell.optimizer == "adamw" else None
+    recipe["optimizer"] = merged(OPTIMIZERS[cell.optimizer], {"params": {"torch_adam": torch_adam}})
     recipe |= {"train_batch_size": GLOBAL_BATCH, "scheduler": SCHEDULER, "gradient_clipping": CLIPPING[cell.optimizer]}
     if cell.precision == "fp16":
         recipe["fp16"] = FP16
@@ -414,8 +404,7 @@ def write_recipe(path: Path, cell: Cell, *, recipes: Path, training: str | None 
         recipe = merged(recipe, {"dsgpt": {"ddp": {"bucket_cap_mb": 0.02}}})
     recipe = merged(recipe, TRAININGS[strategy.training if training is None else training])
     recipe = merged(recipe, strategy.changes)
-    stage = recipe.get("zero_optimization", {}).get("stage", 0)
-    if stage:
+    if stage := recipe.get("zero_optimization", {}).get("stage", 0):
         recipe = merged(recipe, {"zero_optimization": SMALL_BUCKETS_3 if stage == 3 else SMALL_BUCKETS})
     write_json_atomic(path, recipe)
     return path

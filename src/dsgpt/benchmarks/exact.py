@@ -14,17 +14,8 @@ from typing import Any
 import psutil
 
 from dsgpt.benchmarks import cells as shared
-from dsgpt.benchmarks import frame
+from dsgpt.benchmarks import frame, launch
 from dsgpt.benchmarks.cells import STRATEGIES, Cell, CellEnd, by
-from dsgpt.benchmarks.launch import (
-    IMPORTS,
-    Assignment,
-    child_environment,
-    own_group,
-    shape_values,
-    train,
-    training_words,
-)
 from dsgpt.common.command_line import COUNT, flag
 from dsgpt.common.text import bullets, counted
 from dsgpt.machine.launcher import launcher_command
@@ -44,8 +35,7 @@ Result = dict[str, Any]
 
 def cell_of(strategy: str, ranks: int) -> Cell:
     """The cell that computes one sequence at a time."""
-    data_ranks = ranks // STRATEGIES[strategy].model_ranks
-    return Cell(strategy=strategy, ranks=ranks, accumulation=BATCH // data_ranks)
+    return Cell(strategy=strategy, ranks=ranks, accumulation=BATCH // (ranks // STRATEGIES[strategy].model_ranks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +128,7 @@ class Exact(frame.Suite[ExactOptions, Result]):
 
     def begin(self) -> None:
         self._runner = shared.CellRunner(self.folder, repository=self.repository, device="cpu", steps=STEPS)
-        shape = shape_values(replace(self.model, vocab_size=shared.VOCABULARY, block_size=SEQUENCE))
+        shape = launch.shape_values(replace(self.model, vocab_size=shared.VOCABULARY, block_size=SEQUENCE))
         self._work: dict[str, object] = {
             **{name: size for name, size in shape.items() if name != "vocab_size"},
             **{"seq_length": SEQUENCE, "global_batch_size": BATCH, "save_every": SAVED, "keep_checkpoints": 9},
@@ -148,8 +138,9 @@ class Exact(frame.Suite[ExactOptions, Result]):
     def results(self) -> Iterator[Result]:
         for kind in (SAME, PLAIN, RESUMED):  # which resumes what was trained before
             subjects = [way for way in self._ways if way.kind == kind]
-            imports = [*IMPORTS["torchrun"], *IMPORTS["deepspeed"], "dsgpt.training.run"]
-            for way, end in self._runner.run(subjects, place=_place, assign=self._assigned, imports=imports):
+            for way, end in self._runner.run(
+                subjects, place=lambda way: way.cell.place, assign=self._assigned, imports=launch.ALL_IMPORTS
+            ):
                 yield self._ended(way, end)
         for way in self._ways:
             if way.kind == KILL:
@@ -161,12 +152,12 @@ class Exact(frame.Suite[ExactOptions, Result]):
         for number, how in frame.turns((SAME, PLAIN), rounds=self.options.rounds):
             own = {"checkpoint_path": self.folder / f"price-{number}-{how[:5]}", "max_train_steps": STEPS}
             own |= {"exact": True} if how == SAME else {"micro_batch_size_per_gpu": BATCH}
-            record = train(values | own, repository=self.repository, what="a training")
+            record = launch.train(values | own, repository=self.repository, what="a training")
             seconds = BATCH * SEQUENCE / record["summary"]["mean_tokens_per_sec_global"]
             yield {"kind": PRICE, "name": f"baseline, {how}", "round": number, "how": how, "step_sec": seconds}
 
-    def _assigned(self, way: Way) -> Assignment:
-        words, arguments = training_words(self._work), {}
+    def _assigned(self, way: Way) -> launch.Assignment:
+        words, arguments = launch.training_words(self._work), {}
         if way.kind != PLAIN:
             words.append("--exact")
         if way.source is not None:
@@ -182,26 +173,23 @@ class Exact(frame.Suite[ExactOptions, Result]):
         folder, launcher = Path(assigned.folder), launcher_command("torchrun", way.cell.ranks)
         command = [*launcher, str(self.repository / "src" / "gpt2.py"), *assigned.flags]
         with (folder / "log").open("wb") as log:
-            with own_group(command, log, device="cpu") as process:
+            with launch.own_group(command, log, device="cpu") as process:
                 while process.poll() is None and not (folder / "run" / f"step-{SAVED:08d}").exists():
                     time.sleep(0.005)
                 if process.poll() is None:
                     for one in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
                         with contextlib.suppress(psutil.NoSuchProcess):
                             one.kill()
-            cut = not (folder / "run" / "RUN_COMPLETE.txt").exists()
+            wrong = "it ended before it could be killed" if (folder / "run" / "RUN_COMPLETE.txt").exists() else ""
             again = [*command, "--resume"]
-            done = subprocess.run(again, env=child_environment("cpu"), stdout=log, stderr=log, check=False)
-        wrong = "" if cut else "it ended before it could be killed"
+            done = subprocess.run(again, env=launch.child_environment("cpu"), stdout=log, stderr=log, check=False)
         message = wrong or ("" if done.returncode == 0 else f"the resume ended with code {done.returncode}")
         return CellEnd(folder=folder, ranks=[], status="error" if message else "done", message=message)
 
     def _ended(self, way: Way, end: CellEnd) -> Result:
         from dsgpt.training.trainer import weights_hash  # noqa: PLC0415 - torch takes seconds
 
-        sha256 = None
-        if end.status == "done":
-            sha256 = weights_hash(end.folder / "run" / f"step-{STEPS:08d}")
+        sha256 = weights_hash(end.folder / "run" / f"step-{STEPS:08d}") if end.status == "done" else None
         name = by(way.cell) if way.source is None else f"{by(way.source)} to {by(way.cell)}"
         facts = {"strategy": way.cell.strategy, "ranks": way.cell.ranks, "seconds": round(end.seconds, 2)}
         return {"kind": way.kind, "name": name, "sha256": sha256, "message": end.message, **facts}
@@ -226,10 +214,6 @@ class Exact(frame.Suite[ExactOptions, Result]):
         wrong = [f"{one['name']}, {one['kind']}" for one in ends if one["sha256"] is None or one["sha256"] != expected]
         plain = [one["sha256"] for one in record["ends"] if one["kind"] == PLAIN]
         return wrong + (["the control, which has one hash"] if len(plain) > 1 and len(set(plain)) == 1 else [])
-
-
-def _place(way: Way) -> tuple[int, str]:
-    return way.cell.ranks, "torchrun" if way.cell.ranks > 1 else "python"
 
 
 def _folder(way: Way) -> str:

@@ -113,6 +113,8 @@ IMPORTS = {
 }
 """Modules that take seconds to import and would otherwise be imported in every cell. The optimizers of torch need its
 compiler."""
+ALL_IMPORTS = (*IMPORTS["torchrun"], *IMPORTS["deepspeed"], "dsgpt.training.run")
+"""Of cells that train as ``src/gpt2.py`` does, under any strategy."""
 ELSEWHERE = (
     *("DS_", "OMP_", "MKL_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_"),
     *("RANK", "WORLD_SIZE", "CROSS_"),
@@ -171,8 +173,8 @@ def child_environment(device: str | None = None) -> dict[str, str]:
     With ``device``, for ranks of one thread; on a CPU, a variable keeps DeepSpeed's launcher from looking for GPUs.
     """
     ours = {key: value for key, value in os.environ.items() if not key.startswith(ELSEWHERE)}
-    ranks = {"OMP_NUM_THREADS": "1"} if device else {}
-    return ours | ranks | ({"DS_ACCELERATOR": "cpu"} if device == "cpu" else {})
+    ours |= {"OMP_NUM_THREADS": "1"} if device else {}
+    return ours | ({"DS_ACCELERATOR": "cpu"} if device == "cpu" else {})
 
 
 def run_job(
@@ -202,13 +204,8 @@ def run_job(
     usual = CellStart.SPAWN if device != "cpu" else CellStart.FORK_OWN if launch.ranks == 2 else CellStart.FORK_ALL
     modules = [*(IMPORTS[launch.launcher] if imports is None else imports)]
     modules += [one.call.partition(":")[0] for one in assignments]
-    job = {
-        "start": start or usual,
-        "runner": os.getpid(),
-        "imports": list(dict.fromkeys(modules)),
-        "cells": [asdict(assignment) for assignment in assignments],
-    }
-    write_json_atomic(job_file, job)
+    job = {"start": start or usual, "runner": os.getpid(), "imports": list(dict.fromkeys(modules))}
+    write_json_atomic(job_file, job | {"cells": [asdict(assignment) for assignment in assignments]})
     front = launcher_command(launch.launcher, launch.ranks)
     command = [*front, "--module" if launch.launcher == "deepspeed" else "-m", WORKER, str(job_file)]
     done, started = 0, time.perf_counter()

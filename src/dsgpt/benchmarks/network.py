@@ -19,7 +19,7 @@ from typing import Any
 from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.cells import Cell, CellRunner, weights_apart, write_random_tokens
 from dsgpt.benchmarks.hosts import TUN, Hosts, NoHosts, be_rank_on, made_hosts
-from dsgpt.benchmarks.launch import IMPORTS, Assignment, config_of, train_rank, training_words
+from dsgpt.benchmarks.launch import ALL_IMPORTS, Assignment, config_of, train_rank, training_words
 from dsgpt.benchmarks.plan import cells as plan_cells
 from dsgpt.checkpoints import store
 from dsgpt.common.command_line import POSITIVE, flag
@@ -230,9 +230,8 @@ class Network(frame.Suite[NetworkOptions, Result]):
             return Assignment(folder=str(folder), flags=words, call=call, arguments=arguments)
 
         every = list(itertools.product(range(1, self.options.turns + 1), (NO_LIMIT, *links()), cells))
-        imports = [*IMPORTS["torchrun"], *IMPORTS["deepspeed"], "dsgpt.training.run"]
         for (turn, (mbit, delay_ms), key), end in self._runner.run(
-            every, place=lambda _one: (RANKS, "torchrun"), assign=assignment, imports=imports
+            every, place=lambda _one: (RANKS, "torchrun"), assign=assignment, imports=ALL_IMPORTS
         ):
             strategy, run = cells[key].strategy, end.folder / "run"
             link = f"{mbit or 'no'} Mbit/s{f', {delay_ms} ms' if delay_ms else ''}"

@@ -16,7 +16,7 @@ from typing import Any
 from dsgpt.benchmarks import cells as shared
 from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.cells import STEPS, STRATEGIES, Cell, CellEnd, by, executed_by
-from dsgpt.benchmarks.launch import IMPORTS, Assignment, config_of, joined_run, train_rank, write_end
+from dsgpt.benchmarks.launch import ALL_IMPORTS, Assignment, config_of, joined_run, train_rank, write_end
 from dsgpt.checkpoints.store import WEIGHTS
 from dsgpt.common.command_line import COUNT, flag, switch
 from dsgpt.common.files import sha256_of
@@ -145,8 +145,7 @@ def _pairs(record: frame.Record) -> str:
         sides = [(pair[side], pair[f"{side}_accumulation"]) for side in ("source", "target")]
         runs = [run + (f", accumulation {steps}" if steps > 1 else "") for run, steps in sides]
         facts = [pair["measured"].get(fact) for fact in ("loss", "validation loss", "weights")]
-        figures = ["-" if fact is None else f"{fact:.1e}" for fact in facts]
-        rows.append([*runs, *figures, STATUS_WORDS[pair["status"]]])
+        rows.append([*runs, *("-" if fact is None else f"{fact:.1e}" for fact in facts), STATUS_WORDS[pair["status"]]])
     return frame.section("Pairs", header, rows)
 
 
@@ -244,17 +243,12 @@ class Resume(frame.Suite[ResumeOptions, Result]):
         self, subjects: Iterable[Subject], assign: Callable[[Any], Assignment]
     ) -> Iterator[tuple[Subject, CellEnd]]:
         """Every subject with how it ended."""
-
-        def place(subject: Subject) -> tuple[int, str]:
-            ranks = subject.target.ranks if isinstance(subject, Pair) else subject.ranks
-            return ranks, "torchrun" if ranks > 1 else "python"
-
         return self._runner.run(
             subjects,
-            place=place,
+            place=lambda one: (one.target if isinstance(one, Pair) else one).place,
             assign=assign,
             started=lambda launch: self.console.say(f"starting {counted(launch.ranks, 'rank')}"),
-            imports=[*IMPORTS["torchrun"], *IMPORTS["deepspeed"], "dsgpt.training.run"],
+            imports=ALL_IMPORTS,
         )
 
     def _source(self, cell: Cell) -> Assignment:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dsgpt.benchmarks.frame import EXIT_FAILED, Record, filled, judged, page_of, spread_words
 from dsgpt.benchmarks.sweep_cells import EQUAL, LABELS, comparable, judge_turns
+from dsgpt.charts.comparison import escape
 from dsgpt.common.errors import EXIT_DONE, Problems, UserError, did_you_mean, is_number
 from dsgpt.common.json_files import JsonError, read_object
 from dsgpt.common.text import NO_DIFFERENCE, UNKNOWN, duration, machine_words, megabytes, no_difference, table
@@ -203,9 +204,7 @@ def _value(value: float | None, form: Callable[[float], str]) -> str:
 
 def _text(text: str) -> str:
     """Text for a cell of a table."""
-    for character in "\\|*_`<":
-        text = text.replace(character, f"\\{character}")
-    return " ".join(text.replace("](", "]\\(").split())
+    return " ".join(escape(text).split())
 
 
 # ``compare``: whether one of two runs, or of two sweeps, is slower.

@@ -81,15 +81,15 @@ def comparison_markdown(runs: Sequence[Run], *, sources: str = "") -> str:
     memory = "No run recorded GPU memory; host memory is the resident set of rank 0's process alone, not of all ranks."
     if any(run.gpu_memory is not None for run in runs):
         memory = "GPU memory is what PyTorch allocated or reserved on rank 0's device; host memory is another quantity."
-    parts = ["# Comparison", _escape(verdict.line())]
+    parts = ["# Comparison", escape(verdict.line())]
     if verdict.answer == "no":
         parts.append(f"**{verdict.mark}**: no figure below is the speed-up of one and the same training.")
-    parts += [f"**{_escape(line)}**" for line in (*equal_work.stamps(runs), *equal_work.inference_stamps(runs))]
-    parts += [_escape(equal_work.equal_loss_line(runs[0], other)) for other in runs[1:]]
-    parts += [_escape(equal_work.machine_line(runs)), sources]
+    parts += [f"**{escape(line)}**" for line in (*equal_work.stamps(runs), *equal_work.inference_stamps(runs))]
+    parts += [escape(equal_work.equal_loss_line(runs[0], other)) for other in runs[1:]]
+    parts += [escape(equal_work.machine_line(runs)), sources]
     parts += ["## Results", _table(result_rows(runs)), SIGN_CONVENTION, INFERENCE_NOISE, memory]
     parts += ["## Work", _table(work_rows(runs)), _segments(runs)]
-    notes = [f"- {_escape(run.name)}: {_escape(note)}" for run in runs for note in run.notes]
+    notes = [f"- {escape(run.name)}: {escape(note)}" for run in runs for note in run.notes]
     parts += ["## Notes", "\n".join(notes)] if notes else []
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -182,9 +182,8 @@ def _fact_rows(fact: str, values: Sequence[Any]) -> list[list[str]]:
     recorded = [value for value in values if value is not None]
     settings = all(isinstance(value, dict) for value in recorded)
     keys = dict.fromkeys(key for value in recorded for key in value) if settings else {}
-    if not keys:
-        whole = not fact.endswith((" data", " weights"))  # of a hash the beginning is enough
-        return [[fact, *(equal_work.show(value, whole=whole) for value in values)]]
+    if not keys:  # of a hash the beginning is enough
+        return [[fact, *(equal_work.show(value, whole=not fact.endswith((" data", " weights"))) for value in values)]]
     rows = []
     for key in keys:
         leaves = [None if value is None else value.get(key, "absent") for value in values]
@@ -218,10 +217,10 @@ def _segments(runs: Sequence[Run]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(map(_escape, cells)) + " |" for cells in rows]
+    lines = ["| " + " | ".join(map(escape, cells)) + " |" for cells in rows]
     return "\n".join([lines[0], "|---|" + "---:|" * (len(rows[0]) - 1), *lines[1:]])
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     """Text with Markdown's special characters escaped, also for tables."""
     return re.sub(r"[\\|*_`<]|(?<=\])\(", r"\\\g<0>", text).replace("\n", " ")
