@@ -105,9 +105,8 @@ def verdict(folder: Path, bands: Path) -> tuple[list[str], bool, dict[str, Any],
         raise UserError(f"--bands {bands}: is no record of reference runs ({error})") from error
     expected = {one["source"] for one in sizes.values()}
     if source not in expected:
-        other = f"was trained on {source}, and the bands are of {', '.join(expected)}"
         todo = f"prepare the corpus {TRANSFORMERS_NAME} with data_prep/preprocess.py, and train on it"
-        raise UserError(f"{folder}: {other}: {todo}")
+        raise UserError(f"{folder}: was trained on {source}, and the bands are of {', '.join(expected)}: {todo}")
     shapes = {tuple(one["work"][fact] for fact in SHAPE): name for name, one in sizes.items()}
     size = shapes.get(tuple(run.work[fact] for fact in SHAPE))
     if size is None:

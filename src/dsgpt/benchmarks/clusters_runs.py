@@ -352,7 +352,6 @@ class ClusterRuns(contextlib.AbstractContextManager["ClusterRuns"]):
             Missed: it was not complete in time, or after ``RESTARTS``.
         """
         fault, end = job.fault, time.monotonic() + LONGEST_SEC + job.fault.limit_sec
-        agents = fault.launcher.startswith("torchrun")
         alone = float("inf")
         for number in range(job.hosts.count):
             job.start(number)
@@ -364,12 +363,11 @@ class ClusterRuns(contextlib.AbstractContextManager["ClusterRuns"]):
             ended = [number for number, code in codes.items() if code is not None]
             alone = min(alone, time.monotonic()) if 0 < len(ended) < len(codes) else float("inf")
             waited = time.monotonic() - alone
-            too_often = outcome.restarts > RESTARTS and not fault.every_sec
-            if self._stop.is_set() or time.monotonic() > end or too_often:
+            if self._stop.is_set() or time.monotonic() > end or (outcome.restarts > RESTARTS and not fault.every_sec):
                 raise Missed(f"not complete after {outcome.restarts} restarts: {text[-500:]}")
             if complete.exists():
                 if len(ended) == len(codes) or waited > PATIENCE_SEC:
-                    if not agents and set(codes.values()) != {0}:
+                    if not fault.launcher.startswith("torchrun") and set(codes.values()) != {0}:
                         outcome.wrong = f"complete, but its processes ended with {list(codes.values())}"
                     return
                 continue

@@ -263,9 +263,7 @@ def train_nanogpt(
     loop = PeerLoop(frame.NANOGPT, work, tokens=tokens, peer=peer, beta2=beta2, decay=decay)
     curve, seconds = [], 0.0
     for step in range(steps):
-        started = time.perf_counter()
-        loop.step(lr=nanogpt_rate(step, steps=steps)).item()
-        seconds += time.perf_counter() - started
+        seconds += _timed(partial(loop.step, lr=nanogpt_rate(step, steps=steps)), work.device)
         if (step + 1) % validate_every == 0 or step + 1 == steps:
             curve.append((seconds, loop.validate(val, windows=windows)))
     return curve

@@ -181,9 +181,8 @@ def scores(results: Sequence[Result], key: Callable[[Result], Any]) -> list[list
 
 def regrets(results: Sequence[Result]) -> list[dict[str, Any]]:
     """For each group of setups of equal work how much slower than the best the one is that is predicted to be it."""
-    groups = grouped((row["group"], row) for row in results if row["ratio"] and row["group"])
     judged = []
-    for name, rows in groups.items():
+    for name, rows in grouped((row["group"], row) for row in results if row["ratio"] and row["group"]).items():
         if len(rows) >= _GROUP:
             chosen = min(rows, key=lambda row: row["measured"] * row["ratio"])
             slower = chosen["measured"] / min(row["measured"] for row in rows) - 1

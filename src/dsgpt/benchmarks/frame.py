@@ -114,9 +114,8 @@ def write_page(suite: "type[Suite[Any, Any]]", page: Path, record: Record, *, so
         source: its path, for the reader.
         repository: holds the sources.
     """
-    text = suite.page(record, source=source.as_posix())
     sources = record_changes(record, suite.name, repository=repository).paragraph()
-    head, heading, rest = text.rstrip("\n").partition("\n\n## ")
+    head, heading, rest = suite.page(record, source=source.as_posix()).rstrip("\n").partition("\n\n## ")
     busy = f"\n\n{BUSY}{words}.**" if (words := busy_words(record)) else ""
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(page, f"{head}{busy}\n\n{sources}{heading}{rest}\n".encode())
@@ -166,11 +165,10 @@ def filled(name: str, fields: Mapping[str, Any], *, record_at: str = "", page: s
         page: as in ``made_from``.
         more: further fields.
     """
-    machine = machine_words(fields.get("hardware", {}))
     if record_at:
         more["made"] = made_from(fields, source=record_at, name=name, page=page)
     text = Path(__file__).with_name("pages").joinpath(f"{name}.md").read_text(encoding="utf-8")
-    return text.rstrip("\n").format_map({"machine": machine, **fields, **more})
+    return text.rstrip("\n").format_map({"machine": machine_words(fields.get("hardware", {})), **fields, **more})
 
 
 def section(title: str, header: Sequence[object], rows: Sequence[Sequence[object]], *, text: str = "") -> str:
@@ -507,9 +505,7 @@ def read_peers(words: Sequence[str], *, form: str = f"NAME=FOLDER; names are {NA
 def counts(must_be: str) -> Callable[[str], tuple[int, ...]]:
     """A reader of whole numbers of at least 1 with commas between them, each once."""
     return value(
-        lambda text: tuple(dict.fromkeys(map(int, text.split(",")))),
-        accepts=lambda each: min(each) > 0,
-        must_be=must_be,
+        lambda csv: tuple(dict.fromkeys(map(int, csv.split(",")))), accepts=lambda each: min(each) > 0, must_be=must_be
     )
 
 

@@ -466,8 +466,7 @@ def server(proof: Proof) -> Found:
 
     Every request is answered once, with the right text, and its memory does not grow.
     """
-    size = "demo" if proof.stand_in else "small"
-    _, run = proof.train("model", max_train_steps=3, model_size=size, seq_length=128)
+    _, run = proof.train("model", max_train_steps=3, model_size="demo" if proof.stand_in else "small", seq_length=128)
     requests = ["--requests", 20, "--rounds", 1] if proof.stand_in else ["--requests", 300, "--rounds", 2]
     return proof.suite("serving", "--checkpoint", run, *requests, goals="^the load was only")
 

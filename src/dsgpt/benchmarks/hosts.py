@@ -126,9 +126,8 @@ class Hosts:
             tc = ["tc", "-n", namespace, "qdisc"]
             subprocess.run([*tc, "delete", "dev", link, "root"], capture_output=True, check=False)  # there may be none
             if mbit:
-                burst = max(16_000, int(mbit * 125))  # bytes of 1 ms, and at least ten packets
-                limits = ["rate", f"{mbit}mbit", "burst", str(burst), "latency", "400ms"]
-                run(*tc, "add", "dev", link, "root", "tbf", *limits)
+                burst = str(max(16_000, int(mbit * 125)))  # bytes of 1 ms, and at least ten packets
+                run(*tc, "add", "dev", link, "root", "tbf", "rate", f"{mbit}mbit", "burst", burst, "latency", "400ms")
                 used["mbit"] = "tc tbf"
         self.end_relay(number)
         if delay_ms:  # netem would do it, but few kernels of containers have it

@@ -104,8 +104,7 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        times: list[float] = []
-        ids: list[int] = []
+        times, ids = list[float](), list[int]()
         async with free:  # first come, first served
             started = clock()
             prompt, name = {"prompt_token_ids": request.prompt}, f"{self._turn}-{request.number}"
@@ -270,9 +269,8 @@ class ContinuousEngine:
         """
         from dsgpt.common.errors import UserError  # noqa: PLC0415
 
-        waiting, running, began = deque(requests), 0, clock()
+        waiting, running, began, answers = deque(requests), 0, clock(), list[Answer]()
         last = began
-        answers: list[Answer] = []
         while waiting or running:
             if not running:
                 time.sleep(max(0.0, waiting[0].arrival - (clock() - began)))

@@ -427,5 +427,4 @@ def _result(
     keys = ("name", "thread", "year", "effect", "mechanism", "reduced")
     where = exhibit.where.name if exhibit.where else ""
     facts = {key: getattr(exhibit, key) for key in keys} | {"where": where, "status": status}
-    none = {"check": "", "measured": None, "bound": None, "step": None}
-    return facts | (asdict(seen) if seen else none) | {"seconds": round(seconds, 2), "message": message}
+    return facts | asdict(seen or Seen(check="")) | {"seconds": round(seconds, 2), "message": message}

@@ -105,10 +105,9 @@ class Oracles(frame.Suite[OraclesOptions, Result]):
         recipe["scheduler"]["params"]["total_num_steps"] = steps
         self._recipe, self._seed = self.folder / "recipe.json", 1337
         write_json_atomic(self._recipe, recipe)
-        values = cells.file_values(corpus, recipe=self._recipe, run_dir=Path())
-        more: dict[str, Any] = {"seq_length": LENGTH, "dropout": 0, "device": "cpu", "precision": "fp32"}
-        more |= {"run_type": "baseline", "seed": self._seed, "max_val_steps": 1, "no_inference": True}
-        self._values = values | SHAPE | more
+        self._values = cells.file_values(corpus, recipe=self._recipe, run_dir=Path()) | SHAPE
+        self._values |= {"seq_length": LENGTH, "dropout": 0, "device": "cpu", "precision": "fp32"}
+        self._values |= {"run_type": "baseline", "seed": self._seed, "max_val_steps": 1, "no_inference": True}
         ids, batch = open_token_file(corpus.train).memmap(), recipe["train_batch_size"]
         order = SampleOrder(windows=window_count(len(ids), LENGTH), global_batch_size=batch, seed=self._seed)
         windows = order.batches(0, steps)[..., None] * LENGTH + np.arange(LENGTH + 1)  # (steps, B, T + 1)

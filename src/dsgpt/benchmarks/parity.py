@@ -101,12 +101,11 @@ def core() -> list[Cell]:
 
 def core_on_one() -> list[Cell]:
     """The cells of a machine with one GPU: every strategy that runs on one rank, with three micro batches a step."""
-    settings = (("adamw", "fp32"), ("sgd", "bf16"), ("adamw", "fp16"))
     return [
         Cell(strategy=strategy.name, ranks=1, optimizer=optimizer, precision=precision)
         for strategy in STRATEGIES.values()
         if strategy.whole and 1 in strategy.ranks
-        for optimizer, precision in settings
+        for optimizer, precision in (("adamw", "fp32"), ("sgd", "bf16"), ("adamw", "fp16"))
     ]
 
 
@@ -362,8 +361,7 @@ class Parity(Suite[ParityOptions, Result]):
             UserError: the text could not be prepared.
         """
         self.console.say(f"{len(self._cells)} trainings; the text and the references come first")
-        order = list(STRATEGIES)
-        cells = sorted(self._cells, key=lambda cell: order.index(cell.strategy))
+        cells = sorted(self._cells, key=lambda cell: list(STRATEGIES).index(cell.strategy))
         keys = sorted({reference_key(cell) for cell in cells})
         for key, end in self._runner.run(keys, place=lambda _: (1, "python"), assign=self.reference):
             if end.status != "done":  # if the product refuses it, it refuses its cells for the same reason
@@ -395,14 +393,10 @@ class Parity(Suite[ParityOptions, Result]):
         """Assignment that trains the reference of ``key``."""
         cell = Cell(strategy="baseline", ranks=1, accumulation=1, optimizer=key.optimizer, precision=key.precision)
         split = asdict(key.split)
-        words = ["reference", key.training, *map(str, split.values())]
-        prefix = "".join(f"{word.replace(' ', '-')}_" for word in words if word)
+        words = ["reference", key.training, *map(str, split.values()), cell.folder]
+        name = "_".join(word.replace(" ", "-") for word in words if word)
         return self._runner.assignment(
-            cell,
-            call=f"{RANK}train_reference_cell",
-            name=f"{prefix}{cell.folder}",
-            training=key.training,
-            arguments={"split": split},
+            cell, call=f"{RANK}train_reference_cell", name=name, training=key.training, arguments={"split": split}
         )
 
     def _judge(self, cell: Cell, end: CellEnd) -> Result:

@@ -81,8 +81,7 @@ def _parts(record: Record) -> Iterable[Cells]:
 def summary_lines(record: Record) -> list[str]:
     """The table of strategies and of planted bugs, for a console."""
     cells, bugs = _parts(record)
-    lines = [*_strategies(cells).splitlines(), "", *_bugs(bugs).splitlines()]
-    return [line.removeprefix("## ") for line in lines]
+    return [line.removeprefix("## ") for line in (*_strategies(cells).splitlines(), "", *_bugs(bugs).splitlines())]
 
 
 def _strategies(cells: Cells) -> str:

@@ -229,8 +229,7 @@ def watched_optimizers(*, sgd_gradients: bool) -> Iterator[set[float]]:
             the context. SGD has no state that a strategy would write. With the gradient in that place,
             ``whole_state`` has it, as it has Adam's first moment with a beta1 of 0.
     """
-    rates = set[float]()
-    states: list[Any] = []
+    rates, states = set[float](), list[Any]()
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         rates.update(float(group["lr"]) for group in optimizer.param_groups)

@@ -357,10 +357,8 @@ def _times(measured: Sequence[Figures], factors: Mapping[str, Any] | None) -> st
         largest_off = f"the largest {max(off):.0%} (goal {MOST_OFF_TIME:.0%})"
         text += f" Of the {len(off)} cells that nothing was fitted to, {median}, {largest_off}."
     if factors:
-        compute = ", ".join(f"{factor:.2f} in {precision}" for precision, factor in factors["compute"].items())
-        text += (
-            f" Fitted to {factors['steps']} cells: computation takes {compute} times as long as the calibrated rates"
-        )
+        ratios = ", ".join(f"{factor:.2f} in {precision}" for precision, factor in factors["compute"].items())
+        text += f" Fitted to {factors['steps']} cells: computation takes {ratios} times as long as the calibrated rates"
         text += f" say, communication {factors['communication']:.2f} times. Calibration and factors are in the record."
     return frame.section("Step time", ["cell", "measured, s", "predicted, s", "off", "used as"], rows, text=text)
 
@@ -383,9 +381,8 @@ def _choices(measured: Sequence[Figures]) -> str:
             slower = slower if chosen / fastest - 1 <= MOST_SLOWER else f"**{slower}**"
             setups = (f"{one['title'].partition(',')[0]}: {one['step_seconds']['measured']:.3f} s" for one in two)
             rows.append([name, len(results), *setups, slower])
-    text = frame.filled("plan-choice", {}, slower=MOST_SLOWER)
     header = ["work", "setups", "predicted to be the fastest", "the fastest", "slower by"]
-    return frame.section("The choice", header, rows, text=text)
+    return frame.section("The choice", header, rows, text=frame.filled("plan-choice", {}, slower=MOST_SLOWER))
 
 
 # The suite: memory first, then rounds of step times, in which all cells take turns. Their predictions come from a

@@ -175,8 +175,7 @@ class Recipes(Suite[RecipesOptions, Result]):
     names = f"sizes: {', '.join(SEARCHES)}"
 
     def plan(self) -> int:
-        sizes = self.options.size or SEARCHES
-        self._searches = [search for size, search in SEARCHES.items() if size in sizes]
+        self._searches = [search for size, search in SEARCHES.items() if size in (self.options.size or SEARCHES)]
         grids = [[*search.grid(), *search.changes_of(SHIPPED_BEFORE)] for search in self._searches]
         return sum(1 + len(grid) + 2 * len(OTHER_SEEDS) for grid in grids)
 
@@ -218,10 +217,8 @@ class Recipes(Suite[RecipesOptions, Result]):
         return f"{count} {result['size']}: {settings}, {more}, seed {result['seed']}: {result['val_loss']:.4f}{left}"
 
     def record(self, results: Sequence[Result]) -> Record:
-        return {
-            "searches": {search.size: {"tokens": search.tokens, "length": search.length} for search in self._searches},
-            "trials": list(results),
-        }
+        searches = {search.size: {"tokens": search.tokens, "length": search.length} for search in self._searches}
+        return {"searches": searches, "trials": list(results)}
 
 
 def _best_with_margin(results: Sequence[Result]) -> Result:

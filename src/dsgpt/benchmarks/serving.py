@@ -188,13 +188,12 @@ class Load:
         import httpx2  # noqa: PLC0415
 
         prompt, asked = number % len(self._prompts), begun
-        body = {**self._body, "prompt": self._prompts[prompt]}
         choices: list[dict[str, str]] = []
         name, failure, refusals = "", f"refused {MOST_ATTEMPTS} times", 0
         while refusals < MOST_ATTEMPTS:
             asked = time.perf_counter()
             try:
-                answer = await client.post("/v1/completions", json=body)
+                answer = await client.post("/v1/completions", json={**self._body, "prompt": self._prompts[prompt]})
             except httpx2.HTTPError as error:
                 failure = f"{type(error).__name__}: {error}"
                 break
@@ -262,11 +261,8 @@ MAX_TOKENS = 32
 """Most tokens of a completion."""
 GROWTH_BOUND = 1.02
 """Bound on the peak memory of the last round, divided by that of the first."""
-PROMPTS = tuple(
-    f"{start}{name}"
-    for start in ("def ", "class ", "import ", "    return ", "for ")
-    for name in ("main", "read", "Error", "value", "items")
-)
+_STARTS, _NAMES = ("def ", "class ", "import ", "    return ", "for "), ("main", "read", "Error", "value", "items")
+PROMPTS = tuple(map("".join, itertools.product(_STARTS, _NAMES)))
 
 ANSWERED = 'dsgpt_requests_total{status="200"}'
 Round = dict[str, Any]

@@ -412,8 +412,7 @@ class Speed(frame.Suite[SpeedOptions, Result]):
         """
         peer, port, workers = self._peers.get(entry.kind), free_port(), []
         job = {"kind": entry.kind, "keeps_memory": entry.keeps_memory, "work": asdict(row.work)}
-        tokens = self.folder / "tokens" / f"{row.work.shape.vocab_size}.bin"
-        job |= {"tokens": str(tokens), "peer": peer and str(peer)}
+        job |= {"tokens": str(self.folder / "tokens" / f"{row.work.shape.vocab_size}.bin"), "peer": peer and str(peer)}
         for number in range(entry.ranks):
             rank, ranks = (0, 1) if entry.apart else (number, entry.ranks)
             variables: dict[str, object] = dict.fromkeys(("RANK", "LOCAL_RANK"), rank)
@@ -436,8 +435,7 @@ class Speed(frame.Suite[SpeedOptions, Result]):
     def _row(self, row: Row) -> Result:
         """Tokens per second of every contender in every round, and the ratio of the first to the best."""
         with ExitStack() as resources:
-            folder = self.folder / row.key
-            takes = {entry.name: self._start(row, entry, folder, resources) for entry in row.entries}
+            takes = {entry.name: self._start(row, entry, self.folder / row.key, resources) for entry in row.entries}
             steps = {}
             for name, take in takes.items():
                 take(WARM_UP_STEPS)
@@ -516,8 +514,7 @@ class Speed(frame.Suite[SpeedOptions, Result]):
                 lines = [(time.perf_counter() - started, line) for line in process.stdout]
             at_step = [at for at, line in lines if re.search(r"step +1/1  loss", line)]
             if process.returncode or not at_step:
-                printed = "".join(line for _, line in lines)
-                raise UserError(f"{' '.join(command[:3])}: no first step: {printed[-1500:]}")
+                raise UserError(f"{' '.join(command[:3])}: no first step: {''.join(line for _, line in lines)[-1500:]}")
             seconds.append(at_step[0])
         title = f"from launch to the end of the demo's first step, {kind}"
         return {"title": title, "seconds": frame.span(seconds[1:]), "target": FIRST_STEP_TARGET_SEC[kind]}

@@ -150,8 +150,7 @@ class Ledger:
             sizes, names = self.copied_bytes, ("what", "place", "section")
             copies = [copy._asdict() | {"bytes": sizes[copy], "times": times} for copy, times in self.copies.items()]
             waits = [dict(zip(names, wait, strict=True)) | {"times": times} for wait, times in self.waits.items()]
-            file = Path(path)
-            file = file.with_stem(f"{file.stem}-{os.environ.get('RANK', '0')}")
+            file = Path(path).with_stem(f"{Path(path).stem}-{os.environ.get('RANK', '0')}")
             write_json_atomic(file, {"copies": copies, "waits": waits, "peaks": self.peaks, "resets": self.resets})
 
 
@@ -324,10 +323,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         device, from_python = kwargs.get("device"), "pin_memory" in kwargs
         if device is not None and (from_python or device.type != "cpu"):
             return str(device.type)
-        for kind in ("cuda", "floating"):
-            if kind in kinds:
-                return kind
-        return kinds[0] if kinds else "floating"
+        usual = kinds[0] if kinds else "floating"
+        return next((kind for kind in ("cuda", "floating") if kind in kinds), usual)
 
     def _refuse(self, name: str, args: Any, tensors: list[Tensor], kinds: list[str]) -> None:
         """Raise what a GPU would raise for tensors of two devices."""
@@ -567,9 +564,7 @@ class _Cuda:
             raise RuntimeError(f"cannot pin a tensor of the device: only dense CPU tensors can be pinned ({NAME})")
         if self._tags.is_pinned(tensor):
             return tensor
-        pinned = torch.empty_like(tensor, pin_memory=True)
-        pinned.copy_(tensor.detach())
-        return pinned
+        return torch.empty_like(tensor, pin_memory=True).copy_(tensor.detach())
 
     def _tolist(self, tensor: Tensor) -> Any:
         if self._tags.kind(tensor) == "cuda":
@@ -593,10 +588,8 @@ class _Cuda:
         return self._to(self._make(data, **kwargs), device).requires_grad_(requires_grad)
 
     def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
-        if device is None or isinstance(data, Tensor):
-            made = self._from(data, dtype=dtype)
-            return made if device is None else self._to(made, device)
-        return self._tensor(data, dtype=dtype, device=device)
+        made = self._from(data, dtype=dtype)
+        return made if device is None else self._to(made, device)
 
     def _new_tensor(self, tensor: Tensor, data: Any, *, device: Any = None, dtype: Any = None, **kwargs: Any) -> Tensor:
         return self._tensor(data, device=device or tensor.device, dtype=dtype or tensor.dtype, **kwargs)

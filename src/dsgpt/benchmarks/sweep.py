@@ -171,14 +171,12 @@ def turn_of(planned: PlannedTurn, ending: Ending, folder: Path) -> Turn:
 def cell_of(cell: sweep_cells.Cell, turns: Sequence[Turn], *, price: float | None) -> SweepCell:
     """A cell with its turns and figures; ``price`` is of a device hour."""
     done = [turn for turn in turns if turn.state == State.DONE]
-    first = done[0] if done else None
 
     def over(figure: str, *, scale: float = 1.0) -> Spread | None:
         return spread([value * scale for turn in done if (value := getattr(turn, figure)) is not None])
 
     figures: dict[str, Any] = {name: over(name) for name in OF_ALL_TURNS}
-    figures |= {name: getattr(first, name, None) for name in OF_FIRST_TURN}
-    device_sec = cell.devices * (price or 0.0) / SEC_PER_HOUR
+    figures |= {name: getattr(done[0], name) if done else None for name in OF_FIRST_TURN}
     # Of a target, the turns that reached it would be only those that were lucky.
     all_reached = all(turn.time_to_target_sec is not None for turn in done)
     return SweepCell(
@@ -190,7 +188,7 @@ def cell_of(cell: sweep_cells.Cell, turns: Sequence[Turn], *, price: float | Non
         **figures,
         tokens_per_sec_per_device=over("tokens_per_sec", scale=1 / cell.devices),
         time_to_target_sec=over("time_to_target_sec") if all_reached else None,
-        cost=over("train_time_sec", scale=device_sec) if price is not None else None,
+        cost=None if price is None else over("train_time_sec", scale=cell.devices * price / SEC_PER_HOUR),
     )
 
 
@@ -439,8 +437,7 @@ class SweepSuite(frame.Suite[SweepOptions, Turn]):
     def _flags(self, cell: sweep_cells.Cell, run_dir: Path) -> list[str]:
         """Every flag of a cell's training; those of the cell come last, and count."""
         options = self.options
-        same = ("model_size", "seq_length", "device", "profile_comm")
-        values: dict[str, Any] = {name: getattr(options, name) for name in same}
+        values = {name: getattr(options, name) for name in ("model_size", "seq_length", "device", "profile_comm")}
         values |= {"max_train_steps": options.steps, "max_val_steps": VAL_STEPS, "save_every": 0, "no_inference": True}
         if self._corpus is not None:
             values |= {"train_data_path": self._corpus.train, "val_data_path": self._corpus.val}

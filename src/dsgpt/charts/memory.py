@@ -232,8 +232,7 @@ def utilisation_chart(folders: Mapping[str, Path], texts: Texts) -> Frame | str:
     if not any(utilisation for samples in sampled.values() for _, utilisation, _ in samples):
         return "no run folder has samples of GPUs (hardware.jsonl)"
     powered = any(power for samples in sampled.values() for _, _, power in samples)
-    height = (5.6 if powered else 3.0) + style.legend_height(len(sampled))
-    picture = texts.frame("GPUs over time", GPUS, height=height)
+    picture = texts.frame("GPUs over time", GPUS, height=(5.6 if powered else 3.0) + style.legend_height(len(sampled)))
     axes = picture.panels(2 if powered else 1, sharex=True)
     handles = []
     for index, (name, samples) in enumerate(sampled.items()):

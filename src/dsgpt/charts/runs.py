@@ -65,8 +65,7 @@ def draw_bars(axes: Axes, bars: Bars, runs: Sequence[Run], *, label_width: int =
             value, label = value / bars.scale, bars.quantity.form(value)
         rows.append(Row(name=run.name, value=value, label=label))
     style.draw_rows(axes, rows, label_width=label_width)
-    better = "less" if bars.quantity.lower_is_better else "more"
-    axes.set(title=bars.title, xlabel=f"{bars.axis}\n({better} is better)")
+    axes.set(title=bars.title, xlabel=f"{bars.axis}\n({'less' if bars.quantity.lower_is_better else 'more'} is better)")
 
 
 # Loss panels: one curve per run, against optimizer steps, training seconds, tokens, money or epochs.
@@ -160,11 +159,8 @@ def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> li
         apart = max(1, len(x) // 8)  # about eight markers per curve, at different places for each run
         few = len(x) <= 12
         marks: dict[str, Any] = {"markersize": look.marker_size if few else 6, "markeredgewidth": 0.75}
-        marks |= {
-            "markeredgecolor": style.current().background,
-            "markevery": 1 if few else (index * apart // 3 % apart, apart),
-        }
-        marks["clip_on"] = False  # the marker of the last step is whole
+        marks["markevery"] = 1 if few else (index * apart // 3 % apart, apart)
+        marks |= {"markeredgecolor": style.current().background, "clip_on": False}  # the last step's marker is whole
         axes.plot(x, y, **look.line, **marks, zorder=2 + index / len(runs))
         ends.append((run.name, x[-1], y[-1]))
     axes.set(title=f"{kind.capitalize()} loss", xlabel=axis.label, ylabel=f"nats per token ({style.ZOOMED})")

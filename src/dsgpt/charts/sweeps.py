@@ -261,10 +261,9 @@ def exam_chart(rows: Sequence[Mapping[str, Any]], *, date: str) -> Frame | str:
     named = sorted((name for name in sources if len(sources[name]) >= _LEAST), key=lambda name: -len(sources[name]))
     others = [point for name, points in sources.items() if name not in named for point in points]
     drawn = {name: sources[name] for name in named} | ({"others": others} if others else {})
-    footer = f"{sum(map(len, drawn.values()))} rows; {date}."
     caption = f"Both axes are logarithmic. On the line both are equal; the band is a factor of {_BAND:g}."
     height, title = 5.4 + legend_height(len(drawn), columns=4), "Seconds of a step: predicted, and measured by others"
-    picture = Texts(footer=footer).frame(title, caption, height=height)
+    picture = Texts(footer=f"{sum(map(len, drawn.values()))} rows; {date}.").frame(title, caption, height=height)
     axes, handles = picture.body.subplots(), []
     for index, (name, points) in enumerate(drawn.items()):
         style = look(index, count=len(drawn))

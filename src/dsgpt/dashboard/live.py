@@ -109,7 +109,6 @@ def _look(folder: Path, chosen: Sequence[str], window: int, expected: int) -> No
         _show_one(runs[0])
     else:
         _show_many(runs)
-    names = [run.label for run in runs]
     if samples := {run.label: found for run in runs if (found := recent_samples(folder / run.summary.name))}:
         _show_gpus(samples)
     for row in PANELS:
@@ -120,7 +119,7 @@ def _look(folder: Path, chosen: Sequence[str], window: int, expected: int) -> No
                     values = smoothed(run.steps.train[column], window=1 if column == "lr" else window)
                     series.append(ui.Series(name=run.label, x=run.steps.train["step"], y=values))
             with place:
-                _show_curves(series, names, x="optimizer steps", y=title, key=column, level=2)
+                _show_curves(series, [run.label for run in runs], x="optimizer steps", y=title, key=column, level=2)
     for run in runs:
         _show_log(folder, run, only=len(runs) == 1)
 
@@ -178,14 +177,8 @@ def _show_many(runs: Sequence[Watched]) -> None:
     rows = []
     for run in runs:
         now, memory = run.summary, run.memory_bytes / 1e9 if run.memory_bytes else None
-        row = {
-            "run": run.label,
-            "state": now.status.value,
-            "progress": now.progress,
-            "step": now.step,
-            "left": run.left,
-        }
-        row |= {"train loss": now.train_loss, "val loss": now.val_loss, "tokens/s": run.throughput}
+        row = {"run": run.label, "state": now.status.value, "progress": now.progress, "step": now.step}
+        row |= {"left": run.left, "train loss": now.train_loss, "val loss": now.val_loss, "tokens/s": run.throughput}
         row |= {"learning rate": run.last("lr"), "gradient norm": run.last("grad_norm")}
         rows.append(row | {"cores": run.cores, "memory (GB)": memory})
     look: dict[str, Any] = {"progress": ui.progress_column("small")}

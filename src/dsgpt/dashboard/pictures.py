@@ -225,9 +225,8 @@ def _block(
     left, top, wide = place
     fill, tall = colour_of(block.kind, theme), max(block.size * scale, 1.0)
     begin = top + block.start * block.whole * scale
-    where = _PLACES[block.place]
     part = f"{block.size / block.whole:.0%} of {byte_size(block.whole)}" if block.is_shard else "whole"
-    title = f"rank {each.rank}, {block.kind}: {byte_size(block.size)}, {part}, {where}"
+    title = f"rank {each.rank}, {block.kind}: {byte_size(block.size)}, {part}, {_PLACES[block.place]}"
     if block.is_shard:
         frame = f"{block.kind}: {byte_size(block.whole)} without a split"
         yield rectangle(left, top, wide, block.whole * scale, fill="none", edge=theme.edge, title=frame, dashed=True)
@@ -319,8 +318,7 @@ def _pipelined(orders: Sequence[Sequence[Pass]], lengths: dict[str, float]) -> l
                     source = BACKWARD, stage + 1, each.micro_batch
                 if source is not None and source not in ends:
                     break
-                free = placed[stage][-1][2] if placed[stage] else 0.0
-                start = max(free, ends[source] if source else 0.0)
+                start = max(placed[stage][-1][2] if placed[stage] else 0.0, ends[source] if source else 0.0)
                 ends[each.kind, stage, each.micro_batch] = start + lengths[each.kind]
                 placed[stage].append((each, start, start + lengths[each.kind]))
                 order.pop(0)

@@ -571,11 +571,10 @@ def grouped(runs: Iterable[Run], belongs: Callable[[list[Run], Run], bool]) -> l
     """The runs in their order, each in the first group that it ``belongs`` to, or else in one of its own."""
     groups: list[list[Run]] = []
     for run in runs:
-        group = next((group for group in groups if belongs(group, run)), None)
-        if group is None:
-            groups.append([run])
-        else:
-            group.append(run)
+        group = next((group for group in groups if belongs(group, run)), list[Run]())
+        if not group:
+            groups.append(group)
+        group.append(run)
     return groups
 
 

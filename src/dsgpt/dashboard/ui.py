@@ -337,8 +337,8 @@ def lines(
         encoding["order"] = {"field": "order", "type": "quantitative"}
     if logarithmic:
         encoding["y"]["axis"] = {"format": "~e", "values": [10.0**power for power in range(-12, 13)]}
-    with_ctrl = "wheel![event.ctrlKey]"  # the wheel alone scrolls the page
-    zoom = {"name": ZOOM, "select": {"type": "interval", "zoom": with_ctrl}, "bind": "scales"}
+    # the wheel alone scrolls the page
+    zoom = {"name": ZOOM, "select": {"type": "interval", "zoom": "wheel![event.ctrlKey]"}, "bind": "scales"}
     curve = {"mark": {"type": "line", "strokeWidth": 1.7, "clip": True}, "encoding": encoding, "params": [zoom]}
     layers: list[dict[str, Any]] = [curve]
     if band:
@@ -348,9 +348,8 @@ def lines(
     for label, value in (rules or {}).items():
         at: dict[str, Any] = {"datum": value, "type": "quantitative"}
         once: dict[str, Any] = {"data": {"values": [{}]}}
-        rule = {"type": "rule", "strokeDash": [4, 4], "aria": False}
         text = {"type": "text", "text": label, "align": "left", "dx": 4, "dy": -6}
-        layers.append({**once, "mark": rule, "encoding": {"y": at}})
+        layers.append({**once, "mark": {"type": "rule", "strokeDash": [4, 4], "aria": False}, "encoding": {"y": at}})
         layers.append({**once, "mark": text, "encoding": {"y": at, "x": {"value": 0}}})
     legend = sum(ROW_HEIGHT + LINE_HEIGHT * len(in_lines(name)) for name in drawn or names) if len(names) > 1 else 0
     return {"height": HEIGHT + legend, **({"layer": layers} if len(layers) > 1 else curve)}

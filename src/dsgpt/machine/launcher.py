@@ -46,7 +46,6 @@ def launcher_command(launcher: str, ranks: int, *flags: str) -> list[str]:
     """
     if launcher == "python":
         return [sys.executable]
-    command = str(Path(sys.executable).parent / launcher)
     visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.isdecimal()]
     if launcher == "torchrun":
         these = ["--nproc_per_node", str(ranks)]
@@ -54,7 +53,7 @@ def launcher_command(launcher: str, ranks: int, *flags: str) -> list[str]:
         these = ["--quiet", "--include", f"localhost:{','.join(visible[:ranks])}"]  # --num_gpus takes the first of all
     else:
         these = ["--quiet", "--num_gpus", str(ranks)]
-    return [command, *these, "--master_port", str(free_port()), *flags]
+    return [str(Path(sys.executable).parent / launcher), *these, "--master_port", str(free_port()), *flags]
 
 
 def job_words(launcher: str, *, machines: int, devices: int, gpus: bool, launch: str = "launch") -> list[str]:

@@ -112,8 +112,7 @@ def culprits(  # noqa: PLR0911 - one for each way to tell them apart
     behind = [rank for rank, status in alive.items() if status.progress_count == least]
     if len(behind) < len(alive):
         return behind, hangs
-    late: set[int] = set()
-    ahead: set[int] = set()
+    late, ahead = set[int](), set[int]()
     for group in {name for status in alive.values() for name in status.collectives} - ({"0"} if pipeline else set()):
         calls = {rank: status.collectives[group] for rank, status in alive.items() if group in status.collectives}
         late |= {rank for rank, count in calls.items() if count < max(calls.values())}
@@ -211,9 +210,7 @@ def meet(store: "Store", topology: Topology, *, answered: Callable[[], None] = l
     word, end = uuid.uuid4().hex, time.monotonic() + JOIN_SEC
     ranks = range(topology.started)
     store.set(f"here/{topology.rank}", f"{word} {socket.gethostname()}")
-    counts: dict[str, int] = {}
-    arrived: dict[int, list[str]] = {}
-    busy = 0
+    counts, arrived, busy = dict[str, int](), dict[int, list[str]](), 0
     while not store.check([f"go/{word}"]):
         answered()
         store.add(f"count/{word}", 1)
@@ -474,8 +471,7 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
     def _left_sec(self) -> float:
         """Seconds until this rank stands still, or has waited long enough for one that may take longer."""
         count, patience = self._patience
-        limit = max(self.limit_sec(self._own), patience if count == self._own.progress_count else 0.0)
-        return limit - self.idle_sec
+        return max(self.limit_sec(self._own), patience if count == self._own.progress_count else 0.0) - self.idle_sec
 
     @property
     def idle_sec(self) -> float:
@@ -613,9 +609,8 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
                 return
         own = self._own  # all ranks took the step before, so the last beat of one that is gone may be older
         ranks |= {rank: replace(ranks[rank], phase=own.phase, step=own.step) for rank in silent}
-        words = verdict(ranks, seconds=max(idle, self.idle_sec), pipeline=pipeline)
-        self._own_verdict = words
-        self._end(LostRank(self._watched.compare_set("verdict", "", words).decode()))
+        self._own_verdict = verdict(ranks, seconds=max(idle, self.idle_sec), pipeline=pipeline)
+        self._end(LostRank(self._watched.compare_set("verdict", "", self._own_verdict).decode()))
 
     def _end(self, lost: LostRank) -> None:
         """Let the main thread raise ``lost`` if it can; otherwise end this process."""

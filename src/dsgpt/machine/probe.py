@@ -89,8 +89,9 @@ def direct_io_problem(folder: Path) -> str:
             finally:
                 os.close(handle)
     except OSError as error:
-        how = f"in blocks of {DIRECT_IO_BYTES} bytes with O_DIRECT"
-        return f"files in {folder} cannot be written {how} ({error.strerror})"
+        return (
+            f"files in {folder} cannot be written in blocks of {DIRECT_IO_BYTES} bytes with O_DIRECT ({error.strerror})"
+        )
     return ""
 
 
@@ -104,8 +105,7 @@ def may_lock(size: int) -> bool:
     except OSError:  # not enough address space
         return False
     address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(region)))
-    result: int = ctypes.CDLL(None).mlock2(address, ctypes.c_size_t(size), _MLOCK_ONFAULT)
-    return result == 0
+    return bool(ctypes.CDLL(None).mlock2(address, ctypes.c_size_t(size), _MLOCK_ONFAULT) == 0)
 
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
