@@ -85,9 +85,7 @@ def checkpoint(checkpoint_with_tokenizer: Path, tmp_path: Path) -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--without-processes",
-        action="store_true",
-        help="skip each test that starts another Python, also by a launcher",
+        "--without-processes", action="store_true", help="skip each test that starts another Python, also by a launcher"
     )
 
 

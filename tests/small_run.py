@@ -109,8 +109,7 @@ def write_tokenizer(folder: Path, *, size: int = VOCABULARY) -> dict[str, str | 
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    sha256 = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
-    return {"name": folder.name, "sha256": sha256}
+    return {"name": folder.name, "sha256": hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()}
 
 
 def write_documents(folder: Path, texts: list[str]) -> Path:

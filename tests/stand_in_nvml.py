@@ -24,7 +24,7 @@ class StandInNvml(SimpleNamespace):
         self.open = 0
         self.samples = 0
         self.reasons = 0x1
-        answers: dict[str, tuple[str, Callable[[int], Any]]] = {
+        for name, (what, value) in {
             "UtilizationRates": ("utilisation", lambda gpu: SimpleNamespace(gpu=50 + gpu, memory=10)),
             "MemoryInfo": ("memory", lambda gpu: SimpleNamespace(total=80_000, free=70_000 - gpu, used=10_000 + gpu)),
             "PowerUsage": ("power", lambda _: 200_000 + 100_000 * (self.samples % 2)),
@@ -37,8 +37,7 @@ class StandInNvml(SimpleNamespace):
             "RetiredPages": ("pages", lambda gpu: [0x1000] * (1 + gpu)),
             "RetiredPagesPendingStatus": ("pending", lambda gpu: gpu),
             "RemappedRows": ("rows", lambda gpu: (0, 3 + gpu, 0, 0)),
-        }
-        for name, (what, value) in answers.items():
+        }.items():
             setattr(self, f"nvmlDeviceGet{name}", partial(self._answer, what, value))
 
     def _answer(self, name: str, value: Callable[[int], Any], handle: int, *_: int) -> Any:

@@ -146,8 +146,7 @@ def test_torch_is_imported_only_behind_the_wall():
 def test_light_modules_import_nothing_slow(modules, slow):
     code = "import importlib, sys\n"
     code += f"for name in {modules}: print(name, importlib.import_module(name) and {slow} & sys.modules.keys())"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=SOURCES, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=SOURCES, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [f"{name} set()" for name in modules]
 
 

@@ -118,9 +118,8 @@ def test_checkpoints_that_were_moved_stop_the_demo(demo, capsys, monkeypatch, sn
 
 def test_a_temporary_error_is_not_another_run(demo, monkeypatch):
     baseline(demo)
-    plan = run_folder.plan_resume
     effects = chain([OSError(errno.EIO, os.strerror(errno.EIO), "somewhere")], repeat(DEFAULT))
-    failing = Mock(wraps=plan, side_effect=effects)
+    failing = Mock(wraps=run_folder.plan_resume, side_effect=effects)
     monkeypatch.setattr(run_folder, "plan_resume", failing)
     assert decided(demo) == "--resume" and failing.called
 

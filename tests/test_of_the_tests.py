@@ -141,8 +141,7 @@ def test_help_is_the_default_and_every_goal_checks_the_interpreter_first(clone):
     """All but ``vllm`` lead to the environment's file. Under `make test` an inner make would print its folder."""
     command = [MAKE, "--no-print-directory", "--print-data-base"]
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=True)
-    listed = set(re.findall(r"^make ([\w-]+)", done.stdout, flags=re.MULTILINE))
-    assert listed == {*INSTALLING, "size", "test-pythons"}
+    assert set(re.findall(r"^make ([\w-]+)", done.stdout, flags=re.MULTILINE)) == {*INSTALLING, "size", "test-pythons"}
     rules = dict(re.findall(r"^([\w./-]+): (.*)$", done.stdout, flags=re.MULTILINE))
 
     def needs(goal: str) -> set[str]:

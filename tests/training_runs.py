@@ -51,12 +51,7 @@ def write_optimizer_recipe(
 
 
 def train(
-    run_dir: Path,
-    corpus: Corpus,
-    recipe: Path,
-    *flags: str,
-    ranks: int | None = None,
-    run_type: str | None = None,
+    run_dir: Path, corpus: Corpus, recipe: Path, *flags: str, ranks: int | None = None, run_type: str | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Train a small model to its end in processes of their own, which are forked.
 
@@ -91,8 +86,7 @@ def read_record(run_dir: Path) -> dict[str, Any]:
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} in training_metrics.json")
 
-    text = (run_dir / "training_metrics.json").read_text(encoding="utf-8")
-    return json.loads(text, parse_constant=refuse)
+    return json.loads((run_dir / "training_metrics.json").read_text(encoding="utf-8"), parse_constant=refuse)
 
 
 def read_lines(run_dir: Path, key: str = "loss") -> list[dict[str, Any]]:

@@ -289,6 +289,5 @@ def test_a_rank_is_named_and_both_end(start, kind):
 @LONG
 def test_rank_0_is_not_disturbed_while_it_copies_what_is_done(start, tmp_path):
     """The copy takes longer than a rank may give no sign of life, and rank 1 has left."""
-    pair = start("copies", max_train_steps=3, save_to=tmp_path / "second")
-    assert pair.ends(0, 1) == [0, 0]
+    assert start("copies", max_train_steps=3, save_to=tmp_path / "second").ends(0, 1) == [0, 0]
     assert (tmp_path / "second" / "step-00000003" / "manifest.json").exists()

@@ -71,8 +71,7 @@ def test_strategies_compute_on_several_hosts_what_one_computes(hosts, trained, r
     """Ranks of neighbouring numbers share a host; the pipeline's stages and data ranks are on four."""
     run = f"{recipe}-{run_type}"
     flags = [hosts.name, per_host, SCRIPT, *words(trained, run, recipe, run_type)]
-    environment = hosts.variables()
-    done = run_script(trained / "rank.py", flags, ranks=ranks, cwd=trained, environment=environment)
+    done = run_script(trained / "rank.py", flags, ranks=ranks, cwd=trained, environment=hosts.variables())
     assert done.returncode == 0, done.stderr
     assert_losses_of_one_host(trained, run)
 

@@ -85,8 +85,7 @@ def checked(document: dict[str, Any]) -> None:
 
     kinds = {"TrainJob": models.TrainerV1alpha1TrainJob, "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime}
     if document["kind"] in kinds:
-        read = kinds[document["kind"]].from_dict(document)
-        assert read.to_dict() == document
+        assert kinds[document["kind"]].from_dict(document).to_dict() == document
     else:
         kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
 
@@ -192,5 +191,4 @@ def test_a_signal_to_the_script_of_deepspeeds_launcher_makes_the_ranks_save(tmp_
         within(lambda: (run / "metrics.jsonl").exists() and len(read_lines(run)) > 3, seconds=120)
         script.send_signal(number)
         assert script.wait(timeout=60) == EXIT_STOPPED
-    last = read_lines(run)[-1]["step"]
-    assert (run / f"step-{last:08d}" / "manifest.json").exists()
+    assert (run / f"step-{read_lines(run)[-1]['step']:08d}" / "manifest.json").exists()

@@ -71,8 +71,7 @@ def test_a_signalled_job_saves_is_requeued_and_resumes(slurm, here, undisturbed)
     assert [f"{node}: in dsgpt.sif: {node}" in printed(slurm, job, node) for node in range(2)] == [True, True]
     assert "trains from step-" in (here / "signalled" / "train-1.log").read_text()
     assert losses(here / "signalled") == undisturbed
-    record = json.loads((here / "signalled" / "training_metrics.json").read_text())
-    assert record["hardware"]["launcher"] == "slurm"
+    assert json.loads((here / "signalled" / "training_metrics.json").read_text())["hardware"]["launcher"] == "slurm"
     assert [*(here / "signalled").glob(".seen-by-all-*")] == []
 
 

@@ -41,8 +41,7 @@ def test_compressed_rows(prepare, tmp_path):
     (tmp_path / "in" / "a.jsonl.gz").write_bytes(
         gzip.compress(LINES[:half].encode()) + gzip.compress(LINES[half:].encode())
     )
-    out = prepare("--input", "in")
-    assert texts_of(out) == sorted(ROWS)
+    assert texts_of(prepare("--input", "in")) == sorted(ROWS)
     (tmp_path / "in" / "a.jsonl.gz").unlink()
     frames = [pa.Codec("zstd").compress(part.encode(), asbytes=True) for part in (LINES[:half], LINES[half:])]
     (tmp_path / "in" / "a.jsonl.zst").write_bytes(b"".join(frames))
@@ -56,8 +55,7 @@ def test_arrow_folders_keep_their_splits(prepare, tmp_path):
     out = prepare("--input", "saved")
     assert documents_of(out, "train") == of["train"]
     assert documents_of(out, "val") == of["validation"]
-    alone = prepare("--input", tmp_path / "saved" / "train", out="alone")
-    assert texts_of(alone) == sorted(of["train"])
+    assert texts_of(prepare("--input", tmp_path / "saved" / "train", out="alone")) == sorted(of["train"])
 
 
 @pytest.mark.parametrize("rows", [True, False])

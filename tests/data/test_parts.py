@@ -58,8 +58,7 @@ def test_killed_at_any_time_and_continued_with_other_workers(prepare_here, texts
     command = [sys.executable, "-c", program, *map(str, flags), "out"]
     out, kept = tmp_path / "out", 0
     for kill, wanted in enumerate((1, 8, 20)):
-        words = [*command, "--workers", str(1 + kill % 2)]
-        process = subprocess.Popen(words, cwd=tmp_path)
+        process = subprocess.Popen([*command, "--workers", str(1 + kill % 2)], cwd=tmp_path)
         deadline = time.monotonic() + 120
         while len(parts := sorted(out.glob(".work-*/*/part-*"))) < wanted and process.poll() is None:
             assert time.monotonic() < deadline
@@ -119,10 +118,9 @@ def test_the_index_gives_every_document(prepare_here, small_blocks, texts, bytes
         file = open_token_file(tmp_path / "out" / f"{split}.bin")
         entries, listed = open_index(file), read_sources(file.path)
         assert len(listed) == 42
-        documents = documents_of(tmp_path / "out", split)
         ends = np.cumsum(entries["tokens"].astype(np.int64))
         assert (file.memmap()[ends - 1] == file.sidecar.eot_id).all()
-        for text, entry in zip(documents, entries, strict=True):
+        for text, entry in zip(documents_of(tmp_path / "out", split), entries, strict=True):
             source = listed[entry["file"]]
             data = (tmp_path / "out" / source.path).read_bytes()
             assert source.size == len(data)

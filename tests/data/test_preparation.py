@@ -231,8 +231,7 @@ def test_a_changed_file_is_refused(again, tmp_path, name):
 def test_a_copy_is_hashed_once(again, tmp_path, capsys, snapshot):
     os.utime(tmp_path / "out" / "val.bin", ns=(5, 5))
     again()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if "val.bin changed" in line] == snapshot
+    assert [line for line in capsys.readouterr().out.splitlines() if "val.bin changed" in line] == snapshot
     again()
     assert capsys.readouterr().out.startswith("already prepared")
 

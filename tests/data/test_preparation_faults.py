@@ -179,7 +179,7 @@ def test_a_full_disk_is_named_by_a_worker_too(flags, monkeypatch):
     many_files(300)
     for number in range(300):
         Path("in", f"{number:03}.txt").write_text(f"{number} {LINE}" * 300)
-    program = (
+    Path("run.py").write_text(
         "import resource, sys\n"
         "from dsgpt.common.command_line import run_script\n"
         "from dsgpt.data import preparation\n"
@@ -189,7 +189,6 @@ def test_a_full_disk_is_named_by_a_worker_too(flags, monkeypatch):
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))\n"
         "    run_script(preparation.main, kept=preparation.KEPT)\n"
     )
-    Path("run.py").write_text(program)
     command = [sys.executable, "run.py", *flags, "--workers", "2"]
     done = subprocess.run(command, text=True, capture_output=True, check=False)
     assert "File too large" in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -212,8 +212,7 @@ def test_links_in_the_input_are_left_out_and_named(again, text, tmp_path, capsys
     os.mkfifo(text / "pipe")
     capsys.readouterr()
     again("--overwrite")
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith("left out")] == snapshot
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")] == snapshot
     assert hashes(tmp_path / "out") == plain
 
 
@@ -298,8 +297,7 @@ def test_another_release_of_the_corpus_warns_and_strays_do_not_count(tmp_path: P
 
 
 def test_the_default_command_prepares_it(run, tmp_path: Path):
-    done = run("preprocess.py", cwd=tmp_path)
-    assert not done.stderr, "no progress bars in a log"
+    assert not run("preprocess.py", cwd=tmp_path).stderr, "no progress bars in a log"
     folder = tmp_path / "data" / "python-transformers"
     train, val = (open_token_file(folder / f"{split}.bin") for split in ("train", "val"))
     assert train.sidecar.vocab_size == 8192 and train.tokens > 1_500_000

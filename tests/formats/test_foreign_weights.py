@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from published import drawn
 from small_run import random_ids
 
 from dsgpt.common.errors import UserError
@@ -37,10 +38,8 @@ class Harmful:
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GPT2:
     """A model whose every parameter is random; only ids of the vocabulary have rows that are not zero."""
     monkeypatch.chdir(tmp_path)
-    generator, made = torch.Generator().manual_seed(0), GPT2(GPT2Config(**SHAPE)).eval()
+    made: GPT2 = drawn(GPT2(GPT2Config(**SHAPE)))
     with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
         made.wte.weight[101:] = 0
     return made
 
@@ -204,12 +203,11 @@ def test_without_biases_and_in_bf16(model: GPT2):
 
 def test_what_the_note_says(model: GPT2, capsys):
     """nanoGPT, and Megatron-LM without its fused bias and GELU, compute the exact GELU; the others the tanh formula."""
-    sources = {
+    for said, source in {
         "nanoGPT computes GELU exactly": nanogpt(model, Path("ckpt.pt")),
         "Megatron-LM without --bias-gelu-fusion": megatron(model, Path("m.pt"), 3, bias_gelu_fusion=False),
         "": llmc(model, Path("gpt2.bin"), 3),
-    }
-    for said, source in sources.items():
+    }.items():
         assert foreign_weights.open_foreign_weights(source).note.startswith(said)
     export(Path("ckpt.pt"), Path("out"), form="hf", dtype="fp32", which="latest", console=Console(speaks=True))
     said = capsys.readouterr().out

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from published import drawn
 from small_run import VOCABULARY, write_tokenizer
 from transformers import GPT2Config as HuggingFaceConfig
 from transformers import GPT2LMHeadModel
@@ -29,16 +30,11 @@ SHAPES = [
 def pair(shape: dict[str, int]) -> tuple[GPT2, GPT2LMHeadModel]:
     """Our model, every parameter random (biases and LayerNorms too), and theirs with the same values."""
     config = GPT2Config(**shape)
-    ours = GPT2(config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    ours: GPT2 = drawn(GPT2(config))
     dropouts = {f"{part}_pdrop": 0.0 for part in ("resid", "embd", "attn")}
     sizes = {("n_positions" if name == "block_size" else name): size for name, size in shape.items()}
     theirs = GPT2LMHeadModel(HuggingFaceConfig(**sizes, **dropouts, attn_implementation="eager")).train()
-    mapped = dict(to_hugging_face(ours.named_parameters(), config))
-    mapped = {name: value.detach() for name, value in mapped.items()}
+    mapped = {name: value.detach() for name, value in to_hugging_face(ours.named_parameters(), config)}
     outcome = theirs.load_state_dict(mapped, strict=False)
     assert outcome.unexpected_keys == []
     assert outcome.missing_keys in ([], ["lm_head.weight"])  # tied to wte
@@ -46,8 +42,7 @@ def pair(shape: dict[str, int]) -> tuple[GPT2, GPT2LMHeadModel]:
 
 
 def batch(shape: dict[str, int], *, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, shape["vocab_size"], (3, length + 1), generator=generator)
+    ids = torch.randint(0, shape["vocab_size"], (3, length + 1), generator=torch.Generator().manual_seed(1))
     ids[0, 0], ids[-1, -1] = shape["vocab_size"] - 1, shape["vocab_size"] - 1  # the last real id, read and predicted
     return ids[:, :-1], ids[:, 1:]
 

@@ -54,8 +54,7 @@ def test_every_phase_needs_what_the_planner_says(tmp_path, cell):
     if not strategy.startswith("zero2"):  # others reduce or convert gradients in the range of another phase
         phases.pop("optimizer")
     if precision == "fp16":  # the gradient of the logits waits for the scale of the loss, in the backward pass
-        step = [max(values) for values in zip(phases.pop("forward"), phases.pop("rest"), strict=True)]
-        phases["step"] = step
+        phases["step"] = [max(values) for values in zip(phases.pop("forward"), phases.pop("rest"), strict=True)]
     ratios = {name: predicted / measured for name, (measured, predicted) in phases.items() if predicted}
     if strategy.startswith("zero3"):
         assert ratios.pop("start") > 0.98

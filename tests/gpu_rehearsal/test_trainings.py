@@ -64,8 +64,7 @@ def train(folder: Path, strategy: str, ranks: int, *, device: str, **flags: Any)
     environment = {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH")}
     environment |= {stand_in_gpu.LEDGER: str(ledger), "OMP_NUM_THREADS": "1"}
     launched = None if ranks == 1 and strategy == "baseline" else ranks
-    done = run_script(words[0], words[1:], ranks=launched, cwd=folder, environment=environment)
-    finished(done)
+    finished(run_script(words[0], words[1:], ranks=launched, cwd=folder, environment=environment))
     own = ledger.with_stem(f"{ledger.stem}-0")
     return Trained(out, json.loads(own.read_text()) if device == "cuda" else {})
 

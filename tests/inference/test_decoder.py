@@ -213,10 +213,7 @@ def test_every_weight_of_the_head_and_of_the_layers_is_the_rounded_one(engine, r
 # How the time of generation is measured at the end of a run.
 
 
-@pytest.mark.parametrize(
-    ("positions", "prompt_tokens", "new_tokens"),
-    [(2, 1, 1), (24, 12, 12), (200, 16, 100)],
-)
+@pytest.mark.parametrize(("positions", "prompt_tokens", "new_tokens"), [(2, 1, 1), (24, 12, 12), (200, 16, 100)])
 def test_latency_counts_what_it_generated(positions, prompt_tokens, new_tokens):
     found = measure_latency(random_model(positions), torch.arange(64) % VOCABULARY)
     assert (found["prompt_tokens"], found["new_tokens"]) == (prompt_tokens, new_tokens)

@@ -135,8 +135,7 @@ def test_every_end_in_a_list_of_the_generation_config_ends_a_text(run_dir, tmp_p
     export(run_dir, tmp_path / "one", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
     asked = {"max_new_tokens": 8, "temperature": 1, "device": "cpu"}
     (whole,) = Writer(Request(checkpoint=tmp_path / "one", **asked)).texts(["def"])
-    settings = tmp_path / "one" / "generation_config.json"
-    settings.write_text(json.dumps({"eos_token_id": [END_OF_TEXT, whole.ids[3]]}))
+    (tmp_path / "one" / "generation_config.json").write_text(json.dumps({"eos_token_id": [END_OF_TEXT, whole.ids[3]]}))
     export(tmp_path / "one", tmp_path / "two", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
     for folder in ("one", "two"):
         (cut,) = Writer(Request(checkpoint=tmp_path / folder, **asked)).texts(["def"])

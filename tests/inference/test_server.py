@@ -180,9 +180,8 @@ def test_the_sessions_of_the_page_are_what_the_client_sees(server: Server, capsy
     names: dict[str, Any] = {}
     exec(example, names)
     assert capsys.readouterr().out == server.complete("def main(", max_tokens=32).choices[0].text
-    test = doctest.DocTestParser().get_doctest(session, names, "docs/serving.md", None, 0)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    runner.run(test)
+    runner.run(doctest.DocTestParser().get_doctest(session, names, "docs/serving.md", None, 0))
     assert (runner.failures, runner.tries) == (0, 15), capsys.readouterr().out
 
 

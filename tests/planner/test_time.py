@@ -357,10 +357,8 @@ def test_a_sum_over_machines_starts_with_two_passes_of_their_network(setup):
     """Each rank gets it from a ring of machines; a gather needs half of the passes, and one machine none."""
 
     def seconds(name: str = "zero1", *, ranks: int, devices: int, **fields) -> dict[str, float]:
-        found, late = (
-            setup(name, world_size=ranks, **fields),
-            replace(RATES, bus={1: 1e30}, network=1e30, network_sec=1.0),
-        )
+        found = setup(name, world_size=ranks, **fields)
+        late = replace(RATES, bus={1: 1e30}, network=1e30, network_sec=1.0)
         sending = partial(sending_sec, found, late, devices=devices, kind="cuda")
         return {each.operation: sending(each) / each.calls for each in step_traffic(found)}
 

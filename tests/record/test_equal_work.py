@@ -355,8 +355,7 @@ def _keys(block: type[Block], name: str) -> dict[str, ChangesTraining | Executio
 
 def _parts(hint: Any) -> list[Any]:
     """Everything that a hint is made of."""
-    parts = [*get_args(hint), *getattr(hint, "__metadata__", ())]
-    return [each for one in parts for each in (one, *_parts(one))]
+    return [each for one in [*get_args(hint), *getattr(hint, "__metadata__", ())] for each in (one, *_parts(one))]
 
 
 DECLARED = _declared()

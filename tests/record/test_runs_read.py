@@ -130,8 +130,7 @@ def test_a_file_that_is_not_a_record_is_an_error_of_one_line(tmp_path, data, rea
 def test_the_visible_gpus_do_not_make_another_machine(tmp_path):
     gpus = {"hardware__device": "cuda", "hardware__gpu_name": "NVIDIA T4", "hardware__world_size": 4}
     for visible in (0, 4):
-        values = record(**gpus, hardware__gpu_count_visible=visible)
-        run = read_run(write_run(tmp_path, values), name="a")
+        run = read_run(write_run(tmp_path, record(**gpus, hardware__gpu_count_visible=visible)), name="a")
         assert (run.machine, run.devices) == ("NVIDIA T4; Fixture CPU, 2 cores", "4 GPUs")
 
 
@@ -220,5 +219,4 @@ def test_every_segment_is_a_row_of_the_page(read):
     "segments", [None, [], "text", [3], [{}], [{"first_step": "1", "last_step": []}], [{"hardware": 3}]]
 )
 def test_invalid_segments_are_ignored(tmp_path, segments):
-    run = read_run(write_run(tmp_path, record(segments=segments)), name="a")
-    assert run.machine == "Fixture CPU, 2 cores"
+    assert read_run(write_run(tmp_path, record(segments=segments)), name="a").machine == "Fixture CPU, 2 cores"

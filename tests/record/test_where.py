@@ -203,10 +203,8 @@ def test_sources_that_changed_are_named(corpus, tmp_path, capsys):
     (folder / "text" / "000.txt").unlink()
     (folder / "text" / "002.txt").write_text("another text")
     os.utime(folder / "text" / "lines.jsonl", ns=(0, 0))
-    line = (
-        f"warning: {folder / 'train.bin'}: 3 of its 16 sources changed since it was prepared: FOLDER/000.txt cannot be "
-    )
-    line += "read any more (No such file or directory), FOLDER/002.txt has changed: it has 12 bytes and had 7, "
+    line = f"warning: {folder / 'train.bin'}: 3 of its 16 sources changed since it was prepared: FOLDER/000.txt cannot"
+    line += " be read any more (No such file or directory), FOLDER/002.txt has changed: it has 12 bytes and had 7, "
     line += "FOLDER/lines.jsonl was written again since, with as many bytes"
     line = line.replace("FOLDER", str(folder / "text"))
     out = printed(capsys, folder / "train.bin", "--document", 2)
@@ -231,8 +229,7 @@ def test_a_run_whose_data_changed_read_both_files(corpus, tmp_path, capsys, text
     assert train(command_line(corpus, **flags)) == 0
     other = write_documents(tmp_path / "other", ["other", *texts])
     run = roll_back(run, tmp_path / "resumed", 3)
-    words = command_line(other, **flags | {"checkpoint_path": run}, resume=True, allow_changed="data")
-    assert train(words) == 0
+    assert train(command_line(other, **flags | {"checkpoint_path": run}, resume=True, allow_changed="data")) == 0
     capsys.readouterr()
     reading = Reading(run)
     for step, folder in ((3, corpus), (4, other)):

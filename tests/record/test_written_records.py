@@ -63,12 +63,7 @@ def test_lines_after_a_step_are_dropped_and_writing_continues(steps_file):
 def test_validations_that_the_checkpoint_does_not_have_are_dropped(tmp_path, val_loss, left):
     """A kill after a repeated validation and before its save; without a line of the checkpoint's own, none is kept."""
     steps_file = tmp_path / "metrics.jsonl"
-    lines = [
-        {"step": 1, "loss": 3.0},
-        {"step": 2, "loss": 3.0},
-        {"step": 2, "val_loss": 2.5},
-        {"step": 2, "val_loss": 2.6},
-    ]
+    lines = [{"step": step, "loss": 3.0} for step in (1, 2)] + [{"step": 2, "val_loss": loss} for loss in (2.5, 2.6)]
     steps_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     drop_steps_after(steps_file, 2, val_loss=val_loss)
     assert list(read_steps(steps_file)) == lines[:left]

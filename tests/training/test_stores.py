@@ -206,8 +206,7 @@ def test_a_failed_copy_is_a_warning(finished_run, tmp_path, monkeypatch, capsys)
 
     monkeypatch.setattr(Place, "write", write)
     assert train(finished_run, tmp_path / "run", str(tmp_path / "second"), save_every=6) == 0
-    said = capsys.readouterr().out
-    assert "--save_to: step-00000012 was not copied (the key has expired); the run continues" in said
+    assert "--save_to: step-00000012 was not copied (the key has expired); the run continues" in capsys.readouterr().out
     facts = read_record(tmp_path / "run")["second_copy"]
     assert (facts["step"], facts["behind_steps"], facts["failed_copies"]) == (6, 6, 1)
     assert steps_at(str(tmp_path / "second")) == [6]

@@ -56,8 +56,7 @@ def mlflow(folder: Path) -> Stored:
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name("dsgpt")
-    runs = client.search_runs([experiment.experiment_id])
+    runs = client.search_runs([client.get_experiment_by_name("dsgpt").experiment_id])
     stored = Stored(settings=runs[0].data.params, runs=[run.info.run_id for run in runs])
     stored.ended = {"status": {"FINISHED": "completed"}[runs[0].info.status]}
     for name, value in runs[0].data.metrics.items():
@@ -258,8 +257,7 @@ def test_a_tracker_that_fails_is_reported_once_and_not_called_again(finished_run
     flags = {"max_train_steps": 3, "steps_per_print": 1, "track": "csv,csv", "checkpoint_path": tmp_path / "run"}
     assert train_here(command_line(finished_run, **flags)) == 0
     assert len(calls) == 1
-    reported = [line for line in (tmp_path / "run" / "train.log").read_text().splitlines() if "--track" in line]
-    assert reported == [
+    assert [line for line in (tmp_path / "run" / "train.log").read_text().splitlines() if "--track" in line] == [
         "--track csv: failed (RuntimeError: the server is gone); it receives nothing more, and the run continues"
     ]
 
