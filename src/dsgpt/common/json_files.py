@@ -58,8 +58,7 @@ def parse_json(data: bytes) -> Any:
         JsonError: it is not such JSON, or is nested deeper than ``MAX_DEPTH``.
     """
     data = data.removeprefix(codecs.BOM_UTF8)
-    encoding = json.detect_encoding(data)
-    if encoding != "utf-8":
+    if (encoding := json.detect_encoding(data)) != "utf-8":
         raise JsonError(f"it is {encoding.upper()} text, not UTF-8: encode it as UTF-8")
     check_depth(data)
     try:
@@ -209,8 +208,7 @@ def _in_one_line(error: ValidationError) -> str:
         without = fault["type"] in {"missing", "unexpected_keyword_argument"}
         value = "" if without else f", not {clipped(fault['input'])}"
         lines.append(f"{place}: {fault['msg']}{value}" if place else f"{fault['msg']}{value}")
-    more = f"; and {len(faults) - _SHOWN:,} more" if len(faults) > _SHOWN else ""
-    return " ".join("; ".join(lines).split()) + more
+    return " ".join("; ".join(lines).split()) + (f"; and {len(faults) - _SHOWN:,} more" if len(faults) > _SHOWN else "")
 
 
 def clipped_text(text: str, *, width: int = 80) -> str:

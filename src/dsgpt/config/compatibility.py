@@ -246,8 +246,7 @@ def _check_nvme(request: RunRequest, problems: Problems) -> None:
     size, zero, ranks = 0, request.recipe.zero_optimization, request.topology.world_size
     if request.model:  # at least, for the buffers through which a rank swaps it (``swap_tensor/utils.py``)
         if zero.offload_param.device == "nvme":
-            elements = zero.offload_param.buffer_size
-            if elements is None:
+            if (elements := zero.offload_param.buffer_size) is None:
                 elements = -(-request.model.largest_parameter() // ranks)
             size += zero.offload_param.buffer_count * elements * (4 if request.precision == "fp32" else 2)
         if zero.offload_optimizer.device == "nvme":

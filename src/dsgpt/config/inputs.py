@@ -209,8 +209,7 @@ def check_vocabulary(inputs: Inputs, problems: Problems, notices: list[str]) -> 
         fits = file.sidecar.vocab_size is not None and file.sidecar.vocab_size <= model.vocab_size
         if fits or not inputs.topology.is_main:
             continue
-        largest = file.largest_id()
-        if largest >= model.vocab_size:
+        if (largest := file.largest_id()) >= model.vocab_size:
             cure = f"give --vocab_size {max(largest + 1, file.sidecar.vocab_size or 0)} or more"
             if name := inputs.options.init_from:
                 cure = f"prepare the text with its tokenizer (data_prep/preprocess.py --tokenizer {name})"

@@ -185,8 +185,7 @@ def _cuts(path: Path, start: int, end: int, *, whitespace_only: bool) -> Iterato
         while place < end - BLOCK_BYTES // 2:
             file.seek(place - 1)  # the byte before, which the patterns look back at
             window = file.read(min(_READ, end - place + 1))
-            found = _SPACE_AFTER_WORD.search(window)
-            if not found and not whitespace_only:
+            if not (found := _SPACE_AFTER_WORD.search(window)) and not whitespace_only:
                 found = _NO_LETTER_AFTER_LETTER.search(window)
             place += found.start() - 1 if found else _READ - 1
             if found:

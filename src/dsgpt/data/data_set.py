@@ -248,7 +248,6 @@ def _files(place: Path | str, flag: str) -> list[Path]:
     if not place.is_dir() and (place.exists() or not _IS_PATTERN.search(str(place))):
         return [place]
     base, pattern = (place, "*.bin") if place.is_dir() else (Path(place.anchor), str(place.relative_to(place.anchor)))
-    found = sorted(base.glob(pattern))
-    if not found:
+    if not (found := sorted(base.glob(pattern))):
         raise TokenFileError(f"{flag} {place}: {'holds' if place.is_dir() else 'stands for'} no .bin file")
     return found

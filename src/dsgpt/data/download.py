@@ -96,8 +96,7 @@ def raw_record(folder: Path) -> RawRecord | None:
         return None
     cure = "; fetch again with --overwrite"
     record = read_or_refuse(path, RawRecord, "the record of a download", cure=cure, unknown_keys=True)
-    missing = [file for file in record.files if not (folder / file).is_file()]
-    if missing:
+    if missing := [file for file in record.files if not (folder / file).is_file()]:
         raise UserError(f"{folder / missing[0]}: is missing, but {path.name} names it; fetch it again with --overwrite")
     return record
 
@@ -105,16 +104,15 @@ def raw_record(folder: Path) -> RawRecord | None:
 def downloaded_source(name: str, *, output_dir: Path) -> Source | None:
     """The downloaded set ``name``, from ``output_dir/raw`` or else ``data/NAME/raw``; None if it is in neither."""
     for folder in (output_dir / RAW_FOLDER, Path("data") / name / RAW_FOLDER):
-        record = raw_record(folder)
-        if record and record.name == name:
+        if (record := raw_record(folder)) and record.name == name:
             reading: dict[str, Any] = {"text_key": "text", "key_field": "key"}
             read, cut = partial(read_json_lines, **reading), partial(cut_json_lines, **reading)
             paths = [folder / file for file in record.files]
             files = (
                 SourceFile(str(path), path.name, Stamp.of(path), read, _SPLIT_OF_FILE[path.stem], cut) for path in paths
             )
-            same = name in EMBEDDED  # whose documents come from the installed files, too
-            return Source(description=record.source, files=tuple(files), same_by_documents=same)
+            # the documents of those in ``EMBEDDED`` come from the installed files, too
+            return Source(description=record.source, files=tuple(files), same_by_documents=name in EMBEDDED)
     return None
 
 

@@ -131,8 +131,7 @@ def _open_megatron(path: Path, index: Path) -> Foreign:
 def documents_of(foreign: Foreign, *, eot_id: int) -> Iterator[Ids]:
     """The ids of each document, without end-of-text ids; empty documents are left out."""
     start = 0
-    bounds = foreign.bounds if foreign.bounds is not None else [len(foreign.ids)]
-    for end in map(int, bounds):
+    for end in map(int, [len(foreign.ids)] if foreign.bounds is None else foreign.bounds):
         for at in range(start, end, _CHUNK):
             for mark in (at + np.flatnonzero(foreign.ids[at : min(at + _CHUNK, end)] == eot_id)).tolist():
                 if mark > start:

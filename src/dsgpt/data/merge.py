@@ -147,6 +147,5 @@ def ids_of(parts: Sequence[Part], documents: Documents, numbers: NDArray[np.int6
                         files.clear()
                     files[number] = os.open(parts[number].path, os.O_RDONLY)
                     opened.callback(os.close, files[number])
-                offset = (start - int(bounds[number])) * width
-                yield os.pread(files[number], (stop - start) * width, offset)
+                yield os.pread(files[number], (stop - start) * width, (start - int(bounds[number])) * width)
                 start = stop

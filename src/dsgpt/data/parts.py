@@ -181,8 +181,7 @@ class Encoder:
             table: Rows = np.concatenate(tables)
             table["tokens"] = np.bincount(owners, weights=np.concatenate(counts), minlength=number)
             file.write(table.tobytes())
-            sums = (number, empty, _checksum(checksum, table, empty=empty))
-            file.write(np.array([sums], dtype=_SUMS).tobytes())
+            file.write(np.array([(number, empty, _checksum(checksum, table, empty=empty))], dtype=_SUMS).tobytes())
         partial.rename(path)
 
     def _row(self, reading: Reading, document: Document, large: Large | None, *, skipped: bool) -> tuple[int, ...]:

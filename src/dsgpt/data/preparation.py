@@ -123,8 +123,7 @@ def already_prepared(place: Place, identity: Identity) -> bool:
         UserError: it contains something else, which is replaced only with ``--overwrite``.
         TokenFileError: a token file differs from its sidecar.
     """
-    record = place.complete()
-    if record is None:
+    if (record := place.complete()) is None:
         unknown = [path for path in map(place.tokens, SPLITS) if path.exists()]
         if unknown and not place.work(identity).exists():  # if it does, the same command was killed
             raise UserError(f"{unknown[0]}: exists, but no finished preparation made it; replace it with --overwrite")

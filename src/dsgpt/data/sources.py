@@ -259,8 +259,7 @@ def stdlib_source() -> Source:
         UserError: the folder has no sources (some distributions ship them compiled or zipped).
     """
     root = Path(sysconfig.get_path("stdlib"))
-    keyed = sorted((path.relative_to(root).as_posix(), path) for path in _walk(root))
-    if not keyed:
+    if not (keyed := sorted((path.relative_to(root).as_posix(), path) for path in _walk(root))):
         raise UserError(f"{root}: this Python comes without the sources of its library; use another Python, or --input")
     return Source(
         description=f"sources and documentation of the Python {platform.python_version()} standard library",

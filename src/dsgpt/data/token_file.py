@@ -106,8 +106,7 @@ def note_stamp(path: Path, stamp: Stamp, *, sha256: str) -> None:
     """
     with contextlib.suppress(OSError, JsonError):
         before = path.lstat()
-        may_replace = os.geteuid() in (0, before.st_uid) and os.access(path, os.W_OK)
-        if not stat.S_ISREG(before.st_mode) or not may_replace:
+        if not stat.S_ISREG(before.st_mode) or not (os.geteuid() in (0, before.st_uid) and os.access(path, os.W_OK)):
             return
         values = read_object(path)
         if values.get("sha256") != sha256:
@@ -176,8 +175,7 @@ class TokenFile:
         computed = sha256_of(self.path, progress)
         if Stamp.of(self.path) != before:
             raise TokenFileError(f"{self.path}: changed while it was hashed: start again when no program writes to it")
-        claimed = self.sidecar.sha256
-        if claimed and computed != claimed:
+        if (claimed := self.sidecar.sha256) and computed != claimed:
             raise TokenFileError(
                 f"{self.path}: its sha256 is {computed}, its sidecar says {claimed}: the file changed; bring the "
                 "original back, or make it again with `.venv/bin/python data_prep/preprocess.py --overwrite`"
@@ -203,8 +201,7 @@ def open_token_file(path: Path) -> TokenFile:
         ) from error
     if path.is_dir():
         raise TokenFileError(f"{path}: is a folder; name the .bin file in it")
-    size = stamp.size
-    if size == 0:
+    if (size := stamp.size) == 0:
         raise TokenFileError(
             f"{path}: is empty; make it again with `.venv/bin/python data_prep/preprocess.py --overwrite`"
         )

@@ -209,8 +209,7 @@ def _open_megatron(path: Path, values: Mapping[str, Any], args: Mapping[str, Any
         except (RuntimeError, IndexError) as error:
             shapes = clipped([list(value.shape) for value in each])
             raise UserError(f"{path}: {clipped_text(name)} has parts that make no tensor: {shapes}") from error
-    head = found.pop(HEAD, None)
-    if head is not None and not torch.equal(head, found.get("wte.weight", head)):
+    if (head := found.pop(HEAD, None)) is not None and not torch.equal(head, found.get("wte.weight", head)):
         raise UserError(f"{path}: the last stage's embedding differs from the first one's")
     tanh = args.get("bias_gelu_fusion") or args.get("openai_gelu")
     note = "" if tanh else _EXACT_GELU.format("Megatron-LM without --bias-gelu-fusion")

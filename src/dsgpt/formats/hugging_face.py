@@ -167,8 +167,7 @@ class PretrainedWeights:
         self._stored: dict[str, StoredTensor] = {}
         for file in self.files:
             for name, tensor in reader(file).items():
-                bare = name.removeprefix(PREFIX)
-                if bare in self._stored:
+                if (bare := name.removeprefix(PREFIX)) in self._stored:
                     twice = f"is there twice, with and without the prefix {PREFIX!r} or in two files"
                     unknown = "which of them belongs to the model is unknown"
                     raise UserError(f"{file}: {clipped_text(bare)} {twice}: {unknown}")

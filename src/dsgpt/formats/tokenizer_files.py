@@ -333,8 +333,7 @@ def model_folder(given: str, *, weights: bool, quiet: bool = False) -> Path:
     except UserError as error:
         offline = error  # the model may be in the hub library's cache
     fetch = partial(_hub_file, given, local=offline is not None)
-    config = fetch("config.json")
-    if config is None:
+    if (config := fetch("config.json")) is None:
         raise offline or UserError(f"--init_from {given}: has no config.json on the hub")
     fetch = partial(fetch, revision=config.parent.name)  # the commit
     for name in (TOKENIZER, "vocab.json"):
@@ -343,8 +342,7 @@ def model_folder(given: str, *, weights: bool, quiet: bool = False) -> Path:
         for name in WEIGHT_FILES:
             if fetch(name):
                 break
-            index = fetch(index_file(name))
-            if index and all(fetch(part) for part in parts_of(index)):
+            if (index := fetch(index_file(name))) and all(fetch(part) for part in parts_of(index)):
                 break
         else:
             raise offline or UserError(f"--init_from {given}: has neither {' nor '.join(WEIGHT_FILES)} on the hub")

@@ -38,8 +38,7 @@ REPEATED: dict[str, Any] = {"default": (), "action": "append"}
 
 def listed(allowed: Sequence[str], text: str) -> Any:
     """A flag that accepts the ``allowed`` words, which the help lists; the first of them is the default."""
-    metavar = "{" + ",".join(allowed) + "}"
-    return flag(choice(allowed), metavar, f"{text} (default: %(default)s)", default=allowed[0])
+    return flag(choice(allowed), "{" + ",".join(allowed) + "}", f"{text} (default: %(default)s)", default=allowed[0])
 
 
 def _count(text: str = "", default: int | None = None, **more: Any) -> Any:
@@ -473,8 +472,7 @@ def keys_of(options: ServeOptions) -> list[Key]:
     """
     if options.api_key_file is not None:
         return _keys_in(options.api_key_file)
-    key = os.environ.get(API_KEY)
-    if key is None:
+    if (key := os.environ.get(API_KEY)) is None:
         if is_loopback(options.host):
             return []
         cure = f"put one into {API_KEY} or a file for --api_key_file, or use --host 127.0.0.1"

@@ -98,8 +98,7 @@ class Chooser:
         return probabilities(self._penalized(logits), self._sampling)
 
     def _penalized(self, logits: Tensor) -> Tensor:
-        penalty = self._sampling.repetition_penalty
-        if penalty == 1:
+        if (penalty := self._sampling.repetition_penalty) == 1:
             return logits
         if self._seen is None:
             self._seen = torch.zeros_like(logits, dtype=torch.bool)
@@ -279,8 +278,7 @@ class Continuation:
 
     def _cut_at_stop(self) -> None:
         """End the text before the first ``stop`` text in it."""
-        places = [place for word in self._stop if (place := self.text.find(word)) >= 0]
-        if places:
+        if places := [place for word in self._stop if (place := self.text.find(word)) >= 0]:
             self.text, self.ended = self.text[: min(places)], "stop"
 
 

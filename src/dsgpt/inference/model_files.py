@@ -241,8 +241,7 @@ def write_model(model: StoredModel, out: Path, *, form: str, dtype: str, console
         needed += tensors[_EMBEDDING].bytes + 2 * size
         write = partial(_write_deepspeed, moments=moments, optimizer_steps=optimizer_steps)
     place = _nearest(out)
-    free = shutil.disk_usage(place).free
-    if free < needed:
+    if (free := shutil.disk_usage(place).free) < needed:
         raise UserError(f"{out}: needs {needed / 1e9:.2f} GB, and {place} has {free / 1e9:.2f} GB free")
     maker = f" ({model.foreign.maker})" if model.foreign else "" if model.manifest else " (Hugging Face)"
     if model.manifest and model.manifest.strategy:
@@ -319,8 +318,7 @@ def _write_folder(out: Path, write: Callable[[Path], None]) -> None:
 def _write_hugging_face(folder: Path, model: StoredModel, *, dtype: str, progress: Advance) -> None:
     for path in model.tokenizer:
         shutil.copyfile(path, folder / path.name)
-    end_of_text = end_of_text_id(folder)
-    if end_of_text is not None and end_of_text >= model.config.vocab_size:
+    if (end_of_text := end_of_text_id(folder)) is not None and end_of_text >= model.config.vocab_size:
         end_of_text = None
     settings = folder / SETTINGS
     if settings.is_file():  # users of the tokenizer need the model's context length

@@ -224,15 +224,11 @@ def host_link_bytes_per_sec(clock: Clock) -> float:
 def bus_bytes_per_sec(clock: Clock, operation: str, precision: str) -> float:
     """Bytes that a rank of a ring sends (NCCL's bus bandwidth), by ``dsgpt.machine.topology``."""
     size = SENT_BYTES[clock.device.type]
-    return ring_factor(operation, dist.get_world_size()) * size / _sending_sec(clock, operation, precision, size)
+    return ring_factor(operation, dist.get_world_size()) * size / message_sec(clock, operation, size, precision)
 
 
-def message_sec(clock: Clock, operation: str, size: int) -> float:
-    """Seconds of a collective operation with a payload of ``size`` bytes, of fp32 numbers."""
-    return _sending_sec(clock, operation, "fp32", size)
-
-
-def _sending_sec(clock: Clock, operation: str, precision: str, size: int) -> float:
+def message_sec(clock: Clock, operation: str, size: int, precision: str = "fp32") -> float:
+    """Seconds of a collective operation with a payload of ``size`` bytes."""
     ranks, rank, dtype = dist.get_world_size(), dist.get_rank(), DTYPES[precision]
     share, partner, sender = size // dtype.itemsize // ranks, rank ^ 1, rank % 2 == 0
     whole, other = (torch.zeros(share * ranks, dtype=dtype, device=clock.device) for _ in "ab")

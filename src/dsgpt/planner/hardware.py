@@ -195,8 +195,7 @@ def find_instance(table: PriceTable, name: str) -> Price:
         UserError: the table has none of that name; one line.
     """
     rows = {price.instance: price for price in table.prices}
-    row = next((price for key, price in rows.items() if key.lower() == name.lower()), None)
-    if row is None:
+    if (row := next((price for key, price in rows.items() if key.lower() == name.lower()), None)) is None:
         raise UserError(f"--instance {name}: not in the price table{did_you_mean(name, rows)}: {', '.join(rows)}")
     return row
 

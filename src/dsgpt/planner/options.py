@@ -173,8 +173,7 @@ def words_of(options: PlanOptions) -> list[str]:
     """The words that ``read_plan_options`` reads as ``options``; flags at their default are left out."""
     words = []
     for field in fields(PlanOptions):
-        value = getattr(options, field.name)
-        if value == field.default:
+        if (value := getattr(options, field.name)) == field.default:
             continue
         words.append(f"--{field.name}")
         if isinstance(value, tuple):

@@ -112,8 +112,7 @@ def read_measured(paths: tuple[Path, ...], calibration: rates.Calibration) -> li
             MeasuredStep(setup=setup, machine=machine_of(devices=setup.world_size), seconds=seconds)
             for setup, seconds in filter(None, setups)
         ]
-        usable = [step for step in steps if step.setup.precision in step.machine.precisions]
-        if not usable:
+        if not (usable := [step for step in steps if step.setup.precision in step.machine.precisions]):
             raise UserError(f"--measured {path}: has no measured step of a setup that the planner knows")
         measured += usable
     return measured
@@ -314,8 +313,7 @@ def read_request(options: PlanOptions, problems: Problems) -> PlanRequest:
     mistakes = shape_problems(shape)
     problems.add(*mistakes)
     model = None if mistakes else GPT2Config(**shape)
-    machine = _machine(options, problems)
-    if machine is not None:
+    if (machine := _machine(options, problems)) is not None:
         machine = corrected(machine, own_runs(options.runs, machine))
     recipe = _recipe(options, problems)
     if model is not None:
@@ -386,8 +384,7 @@ def _recipe(options: PlanOptions, problems: Problems) -> Recipe | None:
     if options.deepspeed_config is not None:
         return read_recipe(options.deepspeed_config, problems)
     path = REPOSITORY / SIZES / f"{options.model_size}.json"
-    recipe = read_recipe(path, problems)
-    if recipe and options.strategy:
+    if (recipe := read_recipe(path, problems)) and options.strategy:
         _, name = executed(options.strategy)
         path = RECIPES / f"{options.strategy}.json"
         return _candidate(name, name).recipe(recipe, path, train_batch_size=recipe.train_batch_size)

@@ -189,8 +189,7 @@ def strategy_of_row(row: Row) -> tuple[str, int]:
             raise UserError(f"{name} {clipped(text)}: no formula predicts it")
     if strategy == "baseline" and row.gpus > 1:
         raise UserError(f"strategy baseline: trains on one GPU, not on {row.gpus}: take ddp")
-    stage = row.zero_stage
-    if stage is None:
+    if (stage := row.zero_stage) is None:
         stated = (re.search(r"zero\D*([0-9]+)$", text.lower()) for text in (strategy, sharding.split(" ")[0]))
         stage = next((int(found[1][:9]) for found in stated if found), 0)
     if stage > 3:

@@ -106,8 +106,7 @@ def _judge(request: PlanRequest, prices: PriceTable, candidate: CandidateSetup, 
         plans.append(replace(plan_of(setup, request, prices), name=name))
     if not plans:
         return Judged(name=name, reason=f"no micro batch as asked for divides the {share} sequences of a rank")
-    fitting = tuple(plan for plan in plans if plan.fits)
-    if not fitting:
+    if not (fitting := tuple(plan for plan in plans if plan.fits)):
         least = min(plans, key=lambda plan: plan.peak.total)
         return Judged(name=name, plan=least, reason=_missing_memory(least))
     best = fitting[0]
@@ -153,8 +152,7 @@ def best_of(judged: Sequence[Judged], request: PlanRequest) -> Plan:
     if judged and judged[0].fits and judged[0].plan:
         return judged[0].plan
     where = f"{request.devices} x {request.machine.name}"
-    plans = [each.plan for each in judged if each.plan is not None]
-    if not plans:
+    if not (plans := [each.plan for each in judged if each.plan is not None]):
         raise UserError(f"no setup on {where} can be trained: {judged[0].reason}")
     if fitting := [plan for plan in plans if plan.fits]:
         fastest = min(fitting, key=lambda plan: plan.run.seconds)

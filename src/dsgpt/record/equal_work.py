@@ -159,12 +159,11 @@ def equal_loss_line(baseline: Run, other: Run) -> str:
     """
     verdict = judge([baseline, other])
     tolerance = LOSS_TOLERANCE.get(baseline.work["precision"], LOSS_TOLERANCE_OTHERWISE)
-    losses = {
+    gaps: dict[str, tuple[float, float]] = {}
+    for kind, (ours, theirs) in {
         "training": (baseline.train_curve.at_steps(), other.train_curve.at_steps()),
         "validation": (baseline.val_curve.at_steps(), other.val_curve.at_steps()),
-    }
-    gaps: dict[str, tuple[float, float]] = {}
-    for kind, (ours, theirs) in losses.items():
+    }.items():
         if common := ours.keys() & theirs.keys():  # of equally large ones that of the first step
             gap, earlier = max((abs(ours[step] - theirs[step]), -step) for step in common)
             gaps[kind] = gap, -earlier
@@ -172,11 +171,10 @@ def equal_loss_line(baseline: Run, other: Run) -> str:
     pair = f"{other.name} against {baseline.name}"
     if not largest:
         return f"equal loss: unknown ({pair}: no optimizer step at which both runs recorded a loss)"
-    worst = max(gap for gap, _ in gaps.values())
     measured = "largest difference per step " + ", ".join(largest)
     if verdict.answer == "no":
         return f"equal loss: unknown ({pair}: not the same training, so not judged; {measured})"
-    answer = "yes" if worst <= tolerance else "no"
+    answer = "yes" if max(gap for gap, _ in gaps.values()) <= tolerance else "no"
     doubt = "" if verdict.answer == "yes" else "; whether the work was the same is unknown"
     return f"equal loss: {answer} ({pair}: {measured}; tolerance {tolerance:g} nats per token{doubt})"
 
@@ -213,8 +211,7 @@ def stamps(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         if changed := differences(run.segments, noted=False):
             lines.append(f"SEGMENTS DIFFER: {run.name}: " + "; ".join(changed))
-        last = [each.last_step for each in run.segments if not each.setup]
-        if last and last[0]:
+        if (last := [each.last_step for each in run.segments if not each.setup]) and last[0]:
             lines.append(f"NOT RECORDED: how {run.name} executed its steps 1 to {last[0]:,}")
     busy = [f"A BUSY MACHINE: {run.name}: {each.busy}" for run in runs for each in run.segments if each.busy]
     return [*lines, *dict.fromkeys(busy)]

@@ -167,13 +167,12 @@ class Reading:
             raise UserError(f"--rank {rank}: step {step:,} was executed by the ranks 0 to {ranks - 1}")
         split = ParallelSizes(**dict(zip(_SPLIT, sizes, strict=True)))
         here = Topology(rank=rank, world_size=ranks, sizes=split, local_rank=0, local_world_size=ranks, launcher="")
-        share = RankShare(
+        return RankShare(
             micro_batch_size=micro,
             gradient_accumulation_steps=accumulation,
             data_rank=here.data_rank,
             data_parallel_size=here.data_parallel_size,
-        )
-        return share.of(np.arange(self.global_batch_size))
+        ).of(np.arange(self.global_batch_size))
 
 
 # The steps that stand out.
@@ -198,12 +197,11 @@ class Spike:
     @property
     def words(self) -> str:
         """``loss 7.21 (median 3.1, 25 deviations above)``."""
-        figures = ((FIGURES[key], *values) for key, values in self.values.items())
         return "; ".join(
-            f"{name} {now:.4g} (median {median:.4g}, {far:.3g} deviations above)"
+            f"{FIGURES[key]} {now:.4g} (median {median:.4g}, {far:.3g} deviations above)"
             if math.isfinite(now)
-            else f"{name} not finite (median {median:.4g})"
-            for name, now, median, far in figures
+            else f"{FIGURES[key]} not finite (median {median:.4g})"
+            for key, (now, median, far) in self.values.items()
         )
 
 

@@ -73,13 +73,11 @@ def read_step_curves(path: Path, notes: list[str]) -> tuple[Curve, Curve, list[f
     doubts: list[str] = []
     for line in read_objects(path, doubts) if path.exists() else ():
         fields = Fields(line, notes=doubts)
-        step = fields.number("step")
-        if step is None:
+        if (step := fields.number("step")) is None:
             continue
         tokens[step] = fields.number("tokens") if fields.has("tokens") else tokens.get(step)
         for key, curve in curves.items():
-            loss = fields.number(key)
-            if loss is not None:
+            if (loss := fields.number(key)) is not None:
                 curve[step] = Point(loss, step, fields.number("train_time_sec"), None, tokens[step])
         seconds = Fields(line, notes=[]).number("step_time_sec")
         if seconds is not None and fields.raw("warm_up") is False:
@@ -210,8 +208,7 @@ def parts_of_prediction(parts: Fields) -> dict[str, float] | None:
     """The bytes of a predicted peak by part of ``PARTS``; None if there are none."""
     sizes: dict[str, float] = {}
     for key in parts.names():
-        size = parts.number(key)
-        if size is not None:
+        if (size := parts.number(key)) is not None:
             name = PREDICTED_PARTS.get(key, OTHER)
             sizes[name] = sizes.get(name, 0.0) + size
     return sizes or None

@@ -88,8 +88,7 @@ def step_entry(line: bytes) -> dict[str, Any] | None:
     if not isinstance(entry, dict) or type(step := entry.get("step")) is not int or not 0 <= step < 1 << 63:
         return None
     fits = all(value is None or is_number(value) for key, value in entry.items() if key in _NUMBERS)
-    flags = all(isinstance(value, bool) for key, value in entry.items() if key in _FLAGS)
-    return entry if fits and flags else None
+    return entry if fits and all(isinstance(value, bool) for key, value in entry.items() if key in _FLAGS) else None
 
 
 def drop_steps_after(path: Path, step: int, *, val_loss: float | str | None = "any") -> list[int]:
@@ -344,11 +343,9 @@ class Fields:
 
     def series(self, key: str) -> list[float | None]:
         """The numbers under ``key``, one per epoch; a single number is a list of one."""
-        value = self._values.get(key)
-        if value is None:
+        if (value := self._values.get(key)) is None:
             return []
-        items = value if isinstance(value, list) else [value]
-        return [self._number(key, item) for item in items]
+        return [self._number(key, item) for item in (value if isinstance(value, list) else [value])]
 
     def _number(self, key: str, value: Any) -> float | None:
         if value is None:

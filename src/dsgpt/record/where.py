@@ -96,8 +96,7 @@ def _print_document(file: Addresses, *, token: int | None, number: int | None) -
     print(f"  tokens  {document.start:,} to {document.stop - 1:,}; the last is the end-of-text id")
     print(f"  hash    {document.hex}: {file.agreement(document)}")
     if token is not None:
-        after = excerpt(file, token + 1, document.stop)
-        print(f"  token   {token:,}: {file.text(token, token + 1)!r}, then {after}")
+        print(f"  token   {token:,}: {file.text(token, token + 1)!r}, then {excerpt(file, token + 1, document.stop)}")
     print(f"  text    {excerpt(file, document.start, document.stop)}")
     _end([file.file], file.file.path, "--document", (number + 1) % len(file))
 
@@ -131,8 +130,7 @@ def _print_spikes(reading: Reading, *, top: int) -> None:
     print(f"{reading.run_dir}: {judged.words}")
     for spike in judged.spikes:
         print(f"  step {spike.step:,}: {spike.words}")
-    found = suspects(reading, judged)
-    if not found:
+    if not (found := suspects(reading, judged)):
         return
     print(f"{counted(len(found), 'document')} behind them; those that chance explains least:")
     for each in found[:top]:

@@ -220,8 +220,7 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def _note(
         self, func: OpOverload, operators: dict[str, _Operator], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        name = func._schema.name.partition("::")[2]
-        if name in _LOCAL:
+        if (name := func._schema.name.partition("::")[2]) in _LOCAL:
             return
         if name not in operators:
             self.unknown.add(func._schema.name)
@@ -232,10 +231,9 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         given = dict(zip(names, args, strict=False)) | kwargs
         group = _ranks(given)
         sent = [] if operator.payload is None else tree_leaves(given[names[operator.payload]])
-        payload = sum(tensor.nbytes for tensor in sent)
         entry = self._traffic.setdefault((operator.operation, group), Traffic(operator.operation, group))
         entry.calls += 1
-        entry.payload_bytes += payload * (len(group) if operator.per_rank else 1)
+        entry.payload_bytes += sum(tensor.nbytes for tensor in sent) * (len(group) if operator.per_rank else 1)
 
 
 def _ranks(given: dict[str, Any]) -> tuple[int, ...]:
@@ -337,15 +335,14 @@ def traffic_record(step: int, ranks: list[RankTraffic]) -> dict[str, Any]:
     sent = [sum(entry.ring_bytes for entry in traffic) for _, traffic, _ in ranks]
     busiest = sent.index(max(sent))
     figures = ("calls", "payload_bytes", "ring_bytes")
-    by_op = [
-        {"op": entry.operation, "ranks": list(entry.group), **{name: getattr(entry, name) for name in figures}}
-        for entry in ranks[busiest][1]
-    ]
     communication = {
         "rank": busiest,
         "ring_bytes_per_rank": sent[busiest],
         "payload_bytes_per_rank": sum(entry.payload_bytes for entry in ranks[busiest][1]),
-        "by_op": by_op,
+        "by_op": [
+            {"op": entry.operation, "ranks": list(entry.group), **{name: getattr(entry, name) for name in figures}}
+            for entry in ranks[busiest][1]
+        ],
         "ring_bytes_by_rank": sent,
     }
     return {

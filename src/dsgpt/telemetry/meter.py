@@ -402,8 +402,7 @@ class RankTimes:
             data_wait_rank = max(self.data_wait_sec, key=self.data_wait_sec.__getitem__)
         if self.steps and len(self.computing_sec) > 1 and all(map(math.isfinite, self.computing_sec.values())):
             slowest = max(self.computing_sec, key=self.computing_sec.__getitem__)
-            others = statistics.median_low(self.computing_sec.values())
-            lag = (self.computing_sec[slowest] - others) / self.steps
+            lag = (self.computing_sec[slowest] - statistics.median_low(self.computing_sec.values())) / self.steps
         return {
             "data_wait_share": None if data_wait_rank is None else self.data_wait_sec[data_wait_rank] / self.step_sec,
             "data_wait_rank": data_wait_rank,

@@ -249,10 +249,9 @@ class Monitor:
                     self._devices[uuid].add(sample, seconds=now - last)
                 last = now
                 gpus = [{"uuid": uuid, **asdict(sample)} for uuid, sample in samples.items()]
-                line = json.dumps({"time": time.time(), "gpus": gpus})
                 if file is not None:
                     with contextlib.suppress(OSError):  # a full disk loses the line
-                        file.write(f"{line}\n".encode())
+                        file.write(json.dumps({"time": time.time(), "gpus": gpus}).encode() + b"\n")
 
 
 def gpu_use(devices: list[dict[str, Any]], *, expected: int, tokens: int) -> dict[str, Any] | None:
@@ -266,8 +265,7 @@ def gpu_use(devices: list[dict[str, Any]], *, expected: int, tokens: int) -> dic
     if not devices:
         return None
     energies = [device["energy_joules"] for device in devices]
-    complete = len(energies) == expected and None not in energies
-    joules = sum(energies) if complete else None
+    joules = sum(energies) if len(energies) == expected and None not in energies else None
     per_token = joules / tokens if joules is not None and tokens else None
     return {"energy_joules": joules, "joules_per_token": per_token, "gpus": devices}
 

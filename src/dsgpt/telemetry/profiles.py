@@ -373,8 +373,7 @@ class Trace(StepsProfile):
     def finish(self) -> None:
         """Write the trace; log the table, and why a trace is missing; collective."""
         self._profiler.stop()
-        traced = self._taken[WARM_UP_STEPS:]
-        if not traced:
+        if not (traced := self._taken[WARM_UP_STEPS:]):
             logger.warning("--profile: too few steps were left: there is no trace")
             return
         partial, failure = self._path.with_name(f"partial-{self._path.name}"), ""
@@ -407,8 +406,7 @@ def top_table(averages: Any, *, steps: list[int], on_gpu: bool) -> list[str]:
         for entry in averages
         if not _RANGES.fullmatch(entry.key)
     ]
-    total = sum(microseconds for microseconds, _, _ in own)
-    if not total:
+    if not (total := sum(microseconds for microseconds, _, _ in own)):
         return []
     where = "GPU" if on_gpu else "CPU"
     lines = [f"profile of steps {steps[0]} to {steps[-1]} on rank 0: what takes most time of the {where}"]

@@ -184,8 +184,7 @@ class Budget:
 
     def reached(self) -> str | None:
         """The limit that one more step and the save after it might exceed; None if there is time for both."""
-        ahead = self.longest_sec + self.save_sec
-        seconds = self.process_sec + ahead
+        seconds = self.process_sec + self.longest_sec + self.save_sec
         hours, dollars = self._options.max_hours, self._options.max_cost
         if hours is not None and seconds > hours * SEC_PER_HOUR:
             return f"--max_hours {hours:g}"

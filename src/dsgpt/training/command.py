@@ -128,8 +128,7 @@ def _complain(lines: Sequence[str], code: int, *, speaks: bool) -> int:
 
 def _tell_torchrun(lines: Sequence[str]) -> None:
     """Put the error into the summary with which torchrun ends, in the form of its ``ErrorHandler``."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         facts = {"py_callstack": "\n".join(lines), "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):  # the exit code and the line on stderr remain
             Path(file).write_text(json.dumps({"message": {"message": lines[0], "extraInfo": facts}}), encoding="utf-8")

@@ -348,8 +348,7 @@ def needed_bytes(
         swapped = {"offload_optimizer": ("optimizer", "master"), "offload_param": ("parameters",)}
         for block in recipe.nvme_blocks:
             needed[block] = topology.local_world_size * sum(away.get(name, 0) for name in swapped[block])
-    checkpoint = FULL * (1 + moments) * model.parameter_count()
-    return needed | {"checkpoints": checkpoint * (keep_checkpoints + 2)}
+    return needed | {"checkpoints": FULL * (1 + moments) * model.parameter_count() * (keep_checkpoints + 2)}
 
 
 def findings_of_machine(  # noqa: PLR0912 - one for each
@@ -373,8 +372,7 @@ def findings_of_machine(  # noqa: PLR0912 - one for each
             what = "checkpoints" if [*held] == ["checkpoints"] else "checkpoints and swapped tensors"
             free_of = f"{free / 1e9:.1f} GB are free at {paths}, and {what} take {size / 1e9:.1f} GB"
             yield Finding(host, free_of, "free space, or lower --keep_checkpoints")
-    shared = facts["shared_memory_bytes"]
-    if shared is not None and shared < SHARED_MEMORY_BYTES:
+    if (shared := facts["shared_memory_bytes"]) is not None and shared < SHARED_MEMORY_BYTES:
         what = f"/dev/shm has {shared / 1e6:.0f} MB free, NCCL and data workers need more"
         yield Finding(host, what, "give the container more (docker run --shm-size=8g)")
     for name, least, letter in (("open_files", OPEN_FILES, "n"), ("processes", PROCESSES, "u")):
@@ -402,13 +400,12 @@ def findings_of_machine(  # noqa: PLR0912 - one for each
             yield Finding(host, what, f"install {TESTED} (make install)")
     if recipe is None or recipe.offload_optimizer == "none":
         return
-    needs = {  # what DeepSpeed would compile
+    for what, (has, cure) in {  # what DeepSpeed would compile
         "a C++ compiler": (facts["compiler"], "install one (Debian: apt-get install g++)"),
         "ninja": (facts["ninja"], "install it (pip install ninja)"),
         "the CUDA toolkit": (facts["cuda_toolkit"] or not facts["gpus"], "install it: a driver does not bring nvcc"),
         "asynchronous I/O": (not recipe.nvme_blocks or not facts["libaio"], str(facts["libaio"])),
-    }
-    for what, (has, cure) in needs.items():
+    }.items():
         if not has:
             yield Finding(host, f"{recipe.path} offloads, which needs {what}", cure)
 
@@ -470,8 +467,7 @@ def findings_of_links(links: Sequence[Facts], stated_gbps: float | None) -> Iter
     speeds = sorted(link["bytes_per_sec"] * 8 / 1e9 for link in links)
     usual = speeds[len(speeds) // 2] if speeds else math.inf
     for link in links:
-        speed = link["bytes_per_sec"] * 8 / 1e9
-        if speed < SLOW_LINK * usual:
+        if (speed := link["bytes_per_sec"] * 8 / 1e9) < SLOW_LINK * usual:
             what = f"{speed:.2f} Gbit/s to {link['to']}, others have {usual:.2f}"
             yield Finding(link["from"], what, "examine its cable, its interface and its place")
     if usual < (SLOW_LINK * stated_gbps if stated_gbps else LEAST_GBPS):

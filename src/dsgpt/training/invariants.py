@@ -148,8 +148,7 @@ def sketch(name: str, shape: Sequence[int], boxes: Sequence[Box], values: Tensor
     for box, part in zip(boxes, torch.split(values.reshape(-1).float(), [box.numel for box in boxes]), strict=True):
         product = part.view(box.shape)
         for axis in reversed(range(len(shape))):
-            vector = _direction(name, axis, shape[axis], values.device)
-            product = product @ vector[box.start[axis] : box.stop[axis]]
+            product = product @ _direction(name, axis, shape[axis], values.device)[box.start[axis] : box.stop[axis]]
         total += product.double()
     return total
 

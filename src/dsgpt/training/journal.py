@@ -281,8 +281,7 @@ class Segments:
 
     def peaks(self, *, since_step: int = 1) -> dict[str, Any]:
         """The memory keys of the summary, or of an epoch that began with ``since_step``."""
-        last = self.all[-1].last_step if self.all else 0
-        return highest_peaks(self.all, first_step=since_step, last_step=last)
+        return highest_peaks(self.all, first_step=since_step, last_step=self.all[-1].last_step if self.all else 0)
 
     def common_description(self) -> dict[str, Any]:
         """The description of the run, with None where the segments differ."""

@@ -195,8 +195,7 @@ def open_run_folder(config: RunConfig, prepared: Prepared, *, lock: RunLock, log
             log.open(run_dir / log_file(0))
         except UserError as error:
             problems = error.problems
-    problems = from_main(problems)
-    if problems:
+    if problems := from_main(problems):
         raise UserError(*problems)
     require_shared(run_dir, topology)
     if topology.machine:

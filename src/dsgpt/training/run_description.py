@@ -139,8 +139,7 @@ def check_tokenizer(config: RunConfig, problems: Problems) -> str:
     Returns:
         What could not be checked; empty if everything was.
     """
-    source = config.init_from
-    if source is None or source.sha256:
+    if (source := config.init_from) is None or source.sha256:
         return ""
     data, _ = data_tokenizer(config.train.files[0])
     try:
@@ -152,8 +151,7 @@ def check_tokenizer(config: RunConfig, problems: Problems) -> str:
     if theirs is None or ours is None:
         lacking = source.given if theirs is None else config.train.path
         return f"--init_from: {lacking} has no tokenizer: not checked whether an id means the same to weights and data"
-    different = other_meaning(ours, theirs)
-    if different is not None:
+    if (different := other_meaning(ours, theirs)) is not None:
         problems.add(
             f"--init_from {source.given}: its tokenizer did not make {config.train.path}, where id {ours[different]} "
             f"is {different!r}: prepare the text with it (data_prep/preprocess.py --tokenizer {source.given})"

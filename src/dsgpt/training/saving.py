@@ -306,8 +306,7 @@ class Saver:
         Its checkpoint is from before the error. The other ranks write their parts to the end, too, unless they were
         killed. A failure of the save is logged, and does not hide the error.
         """
-        begun = self._begun
-        if begun is not None and begun.thread is not None:
+        if (begun := self._begun) is not None and begun.thread is not None:
             begun.thread.join()
             if begun.error is None:
                 self._note_begun(begun)

@@ -284,8 +284,7 @@ class TensorboardTracker(Tracker):
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - only where it is asked for
 
-        purged = run.done + 1 if run.done else None
-        self._writer = SummaryWriter(run.folder / "tensorboard", purge_step=purged)
+        self._writer = SummaryWriter(run.folder / "tensorboard", purge_step=run.done + 1 if run.done else None)
         self._add_text("config", run.settings, run.done)
         self.flush()
 
@@ -309,8 +308,7 @@ class TensorboardTracker(Tracker):
 
     def _add_text(self, tag: str, values: dict[str, Any], step: int) -> None:
         """Add ``values`` as JSON, indented by four spaces, which Markdown shows as it is."""
-        text = "".join(f"    {line}\n" for line in json.dumps(values, indent=2).splitlines())
-        self._writer.add_text(tag, text, step)
+        self._writer.add_text(tag, "".join(f"    {line}\n" for line in json.dumps(values, indent=2).splitlines()), step)
 
 
 # Trackio, in a SQLite file of the run folder unless its own variables name another place.
@@ -339,8 +337,7 @@ class TrackioTracker(Tracker):
 
     def end(self, status: str, summary: dict[str, float], step: int) -> None:
         """Store status and summary as ``summary/...`` of the last step."""
-        values = {"status": status, **summary}
-        self._run.log({f"summary/{name}": value for name, value in values.items()}, step=step)
+        self._run.log({f"summary/{name}": value for name, value in {"status": status, **summary}.items()}, step=step)
 
     def close(self) -> None:
         """Store the rest, and end the thread."""
@@ -379,8 +376,7 @@ class WandbTracker(Tracker):
         import wandb  # noqa: PLC0415 - only where it is asked for
 
         self._library = wandb
-        self._exit_code = 1
-        self._last = Row(0, {})
+        self._exit_code, self._last = 1, Row(0, {})
         run_id, _ = run.id_in("wandb", lambda: run.run_id)
         on = ("silent", "allow_val_change", "disable_git", "x_disable_stats", "x_disable_meta")
         off = ("symlink", "save_code", "x_save_requirements")
@@ -447,5 +443,5 @@ def open_trackers(config: RunConfig, *, description: dict[str, Any], done: int) 
         run = TrackedRun(run_dir=config.run_dir, folder=folder, run_id=run_id, settings=description, done=done)
         return TRACKERS[name](run)
 
-    names = dict.fromkeys(config.options.track)  # a name given twice is one tracker
-    return [TrackerSink(name, partial(open_tracker, name), done=done) for name in names]
+    # a name given twice is one tracker
+    return [TrackerSink(name, partial(open_tracker, name), done=done) for name in dict.fromkeys(config.options.track)]

@@ -263,8 +263,7 @@ class Engine:
                 raise
 
     def _receive(self, output: Any) -> None:
-        sequence = self._open.get(output.request_id)
-        if sequence is None:
+        if (sequence := self._open.get(output.request_id)) is None:
             return  # cancelled
         sequence.ids, sequence.finished, sequence.error = output.generated_tokens, output.is_finished(), output.error
         sequence.queue_sec = max(0.0, output.lifespan[0] - output.created_time)
