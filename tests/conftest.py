@@ -16,7 +16,7 @@ from scheduling import SHARED, folder_of, pytest_collection_modifyitems, pytest_
 from small_run import REPOSITORY, command_line, write_inputs
 from system_packages import MAY_LACK, command, lacking
 
-from dsgpt.benchmarks.cells import SEQUENCE, VALIDATION_WINDOWS, Corpus, cut_validation, prepare_corpus
+from dsgpt.benchmarks.cells import Corpus, cut_validation, prepare_corpus
 from dsgpt.common.command_line import raise_on_signals
 from dsgpt.training.command import train
 
@@ -58,7 +58,7 @@ def corpus(tmp_path_factory) -> Corpus:
     """
     with launches_fork():
         whole = prepare_corpus(REPOSITORY, tmp_path_factory.mktemp("corpus"))
-    return cut_validation(whole, windows=VALIDATION_WINDOWS, length=SEQUENCE)
+    return cut_validation(whole)
 
 
 @pytest.fixture(scope="session")

@@ -313,16 +313,11 @@ def file_values(corpus: Corpus, *, recipe: Path, run_dir: Path) -> dict[str, obj
     return {**data, "deepspeed_config": recipe, "checkpoint_path": run_dir}
 
 
-def cut_validation(corpus: Corpus, *, windows: int, length: int) -> Corpus:
-    """The corpus with a validation file of the first ``windows`` windows of ``length`` tokens, next to the whole one.
-
-    Args:
-        corpus: as ``prepare_corpus`` made it.
-        windows: how many; if this is not a multiple of the global batch, the last batch is padded.
-        length: tokens that a window predicts.
-    """
+def cut_validation(corpus: Corpus) -> Corpus:
+    """The corpus with a validation file of the first ``VALIDATION_WINDOWS`` windows, next to the whole one."""
     path = corpus.val.with_name("val-cut.bin")
-    cut_tokens(corpus.val, path, first=0, end=windows * length)  # an end-of-text id follows: the last window's target
+    # an end-of-text id follows: the last window's target
+    cut_tokens(corpus.val, path, first=0, end=VALIDATION_WINDOWS * SEQUENCE)
     return Corpus(train=corpus.train, val=path)
 
 
@@ -462,8 +457,7 @@ class CellRunner:
         Raises:
             UserError: it could not be prepared.
         """
-        whole = prepare_corpus(self._repository, self.folder / "corpus")
-        return cut_validation(whole, windows=VALIDATION_WINDOWS, length=SEQUENCE)
+        return cut_validation(prepare_corpus(self._repository, self.folder / "corpus"))
 
     def assignment(
         self,

@@ -30,7 +30,7 @@ from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
 from dsgpt.benchmarks import clusters
-from dsgpt.benchmarks.cells import SEQUENCE, VALIDATION_WINDOWS, cut_validation, flags, prepare_corpus, write_recipe
+from dsgpt.benchmarks.cells import cut_validation, flags, prepare_corpus, write_recipe
 from dsgpt.benchmarks.clusters import LIMIT_SEC, Fault, Outcome
 from dsgpt.benchmarks.faults import SAVE_EVERY, STEPS, all_wrong
 from dsgpt.benchmarks.faults_runs import SLEEP, Missed, figures, fill
@@ -289,8 +289,7 @@ class ClusterRuns(contextlib.AbstractContextManager["ClusterRuns"]):
 
     def __init__(self, folder: Path, *, repository: Path) -> None:
         self._folder, self._repository = folder.resolve(), repository
-        whole = prepare_corpus(repository, self._folder / "corpus")
-        self._corpus = cut_validation(whole, windows=VALIDATION_WINDOWS, length=SEQUENCE)
+        self._corpus = cut_validation(prepare_corpus(repository, self._folder / "corpus"))
         for name, cell in clusters.RUNS.items():
             write_recipe(self._folder / f"{name}.json", cell, recipes=repository / "ds_configs")
         self._context = multiprocessing.get_context("forkserver")

@@ -319,8 +319,7 @@ def _measure(config: RunConfig, strategy: Strategy) -> reference.Measurement:
                     # Adam's first moment is now (1 - beta1) times the clipped gradient (Kingma and Ba 2015, algorithm
                     # 1). Clipping divided it by this if it exceeds 1, both in ``clip_grad_norm_`` and in DeepSpeed.
                     shrunk = max(1.0, (float(result.grad_norm) + 1e-6) / clipping) if clipping > 0 else 1.0
-                    gradient = state.exp_avg.float() / (1 - beta1) * shrunk
-                    measurement.tensor(reference.GRADIENT, name, gradient)
+                    measurement.tensor(reference.GRADIENT, name, state.exp_avg.float() / (1 - beta1) * shrunk)
         facts: dict[str, Any] = {"loss": float(result.loss), "grad_norm": float(result.grad_norm), "lr": result.lr}
         facts |= {"used": sorted(used), "skipped": bool(result.skipped), "samples": sorted(batches.take())}
         measurement.steps.append(facts)

@@ -221,8 +221,7 @@ def show_words(record: CommittedRecord, repository: Path) -> tuple[str, ...]:
     """The command that makes its pages; the charts are of the committed sweeps, too."""
     if record.name != frame.DEMO:
         return record.show
-    sweeps = sorted((repository / REFERENCE).glob(SWEEPS))
-    shown = [("--sweep", sweep.name) for sweep in sweeps]
+    shown = [("--sweep", sweep.name) for sweep in sorted((repository / REFERENCE).glob(SWEEPS))]
     shown += [("--plan", PLAN), ("--inference", INFERENCE), ("--exam", EXAM)]
     there = [(name, f"{REFERENCE}/{file}") for name, file in shown if (repository / REFERENCE / file).is_file()]
     return (*record.show, *itertools.chain.from_iterable(there))

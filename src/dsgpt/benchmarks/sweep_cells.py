@@ -85,8 +85,7 @@ class SweepPlan:
 
 def value_of(flags: Sequence[str], flag: str) -> str | None:
     """The word behind the last ``flag``, or behind ``flag=``; None if it is not given."""
-    words = [part for word in flags for part in word.split("=", maxsplit=1)]
-    return dict(itertools.pairwise(words)).get(flag)
+    return dict(itertools.pairwise(part for word in flags for part in word.split("=", maxsplit=1))).get(flag)
 
 
 def on_devices(what: str, devices: int) -> str:
