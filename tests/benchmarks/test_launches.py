@@ -78,6 +78,7 @@ def ends(*cells: Assignment, ranks: int = 1) -> list[dict]:
     return [end for cell in cells for end in read_ranks(Path(cell.folder), ranks)]
 
 
+@pytest.mark.long
 def test_every_end_is_a_result_and_the_next_training_runs(assignment, tmp_path):
     cells = [
         assignment("refused", seq_length=1000),

@@ -64,6 +64,7 @@ def test_the_ratio_is_to_the_best_other_of_the_same_round_and_of_peers_with_kept
     assert (found["ratio"], found["limit"]) == (span([0.75]), span([0.9]))
 
 
+@pytest.mark.long
 def test_a_contender_takes_steps_and_one_that_fails_is_named(suite, tmp_path):
     (tmp_path / "model.py").write_text("raise RuntimeError('another version')\n", encoding="utf-8")
     suite._peers = {NANOGPT: tmp_path}

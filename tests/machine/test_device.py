@@ -105,6 +105,7 @@ print(kept, statistics.median_low([faults() for _ in range(30)]))
 """The median of 30 rounds: in up to ten, small allocations between large ones make a tensor take new pages."""
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the settings are those of glibc")
 def test_tensors_that_come_again_cause_few_page_faults():
     own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
