@@ -80,6 +80,7 @@ def test_a_failed_verdict_does_not_stop_the_others_and_nothing_runs_twice(proofs
     assert proofs.run({"one": THREE["one"]})[0] == 0
 
 
+@pytest.mark.long
 def test_a_chunk_of_other_code_or_of_another_gpu_runs_again(proofs, capsys):
     others = {"git_commit": "f" * 40, "sources_sha256": "0", "gpu_name": "another GPU", "stand_in": True}
     chunks = dict.fromkeys([*others, "same"], chunk("passes"))
@@ -162,6 +163,7 @@ def test_the_page_and_the_sentence_of_a_gpu(proofs):
     assert "No GPU has run this code yet" in readme_sentence(None)
 
 
+@pytest.mark.long
 def test_no_figure_of_a_stand_in_reaches_the_readme(proofs):
     """Its page says in the title what it is, and compares nothing with what others published."""
     _, record = proofs.run({"one": chunk("passes", seconds=100)}, budget=60, stand_in=True)

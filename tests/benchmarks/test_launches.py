@@ -106,6 +106,7 @@ def test_every_end_is_a_result_and_the_next_training_runs(assignment, tmp_path):
     assert len(done["steps"]) == 2
 
 
+@pytest.mark.long
 def test_ranks_end_with_the_first_that_fails(assignment, worker, tmp_path):
     """As on GPUs: the other rank does not wait half an hour for one that failed, and the next training runs."""
     module = worker(WORKER)
@@ -120,6 +121,7 @@ def test_ranks_end_with_the_first_that_fails(assignment, worker, tmp_path):
     assert [end["status"] for end in done] == ["done", "done"]
 
 
+@pytest.mark.long
 def test_two_ranks_differ_as_two_pythons_do(worker, tmp_path, monkeypatch):
     """Code that uses the order of a set would give every rank the same order if all were forked from one Python."""
     call = f"{worker(WORKER)}:note_hash"
