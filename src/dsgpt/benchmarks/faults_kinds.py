@@ -263,6 +263,9 @@ def try_kill(runs: Runs, plan: Kill) -> Outcome:
     # The step whose checkpoint was being written; 0 if there is none.
     unpublished = max((int(path.name[-8:]) for path in run_dir.glob(".partial-step-????????")), default=0)
     resumed = runs.resume(plan.run, run_dir)
+    due = resumed.taken // SAVE_EVERY * SAVE_EVERY
+    if plan.save_mode == "async" and not re.search(rf"step +{due}/\d+  saved in", training.output()):
+        unpublished = unpublished or due  # a thread may not have begun to write it
     allowed = SAVE_EVERY + (resumed.taken - unpublished if unpublished else 0)
     limit, outlived = GONE_AFTER_KILL_SEC[plan.victim], plan.victim == "one rank" and RUNS[plan.run].ranks > 1
     measured: dict[str, Any] = {"run": plan.run, "victim": plan.killed, "aimed_at": plan.moment}
