@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from small_run import REPOSITORY
 
 from dsgpt.benchmarks import faults
 from dsgpt.benchmarks import faults_kinds as kinds
-from dsgpt.benchmarks.faults_runs import Missed, Runs
+from dsgpt.benchmarks.faults_runs import Missed, Resumed, Runs
 from dsgpt.benchmarks.frame import run_suite
 from dsgpt.benchmarks.records import REFERENCE
 from dsgpt.config.options import SAVE_MODES
@@ -36,6 +37,19 @@ def test_the_committed_record_holds_the_whole_campaign_with_the_seeded_kills():
         product(set(faults.RUNS) - {"baseline"}, faults.VICTIMS, faults.KILL_MOMENTS)
     )
     assert {(kill.moment, kill.save_mode) for kill in kills} == set(product(faults.KILL_MOMENTS, SAVE_MODES))
+
+
+@pytest.mark.parametrize(
+    ("partial", "mode", "output", "step"),
+    [
+        (8, "sync", "", 8), (4, "async", "", 4), (0, "async", "", 8), (0, "sync", "", 0),
+        (0, "async", "step      8/24  saved in 0.4 s", 0), (0, "async", "step      4/24  saved in 0.4 s", 8),
+    ],
+)  # fmt: skip
+def test_a_save_that_was_announced_must_not_be_lost(partial, mode, output, step):
+    resumed = Resumed(output="", resumed_from=4, taken=9, wrong="")
+    assert kinds.save_cut_off(partial, mode, resumed, output) == step
+    assert kinds.save_cut_off(0, mode, replace(resumed, resumed_from=8), "") == 0
 
 
 def failing(_runs):

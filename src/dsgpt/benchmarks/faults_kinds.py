@@ -19,7 +19,7 @@ import psutil
 from dsgpt.benchmarks import faults
 from dsgpt.benchmarks.faults import RUNS, SAVE_EVERY, STEPS, Kill, Outcome, all_wrong
 from dsgpt.benchmarks.faults_machine import machine_faults
-from dsgpt.benchmarks.faults_runs import Fault, Missed, Runs, Training, fill, send
+from dsgpt.benchmarks.faults_runs import Fault, Missed, Resumed, Runs, Training, fill, send
 from dsgpt.benchmarks.hosts import NoHosts, run
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST, parse_manifest, read_manifest
@@ -260,12 +260,9 @@ def try_kill(runs: Runs, plan: Kill) -> Outcome:
         time.sleep(plan.fraction * statistics.median_high(usual_sec))
         send(victims, signal.SIGKILL)
         ended = training.wait_until_gone()
-    # The step whose checkpoint was being written; 0 if there is none.
-    unpublished = max((int(path.name[-8:]) for path in run_dir.glob(".partial-step-????????")), default=0)
+    partial = max((int(path.name[-8:]) for path in run_dir.glob(".partial-step-????????")), default=0)
     resumed = runs.resume(plan.run, run_dir)
-    due = resumed.taken // SAVE_EVERY * SAVE_EVERY
-    if plan.save_mode == "async" and not re.search(rf"step +{due}/\d+  saved in", training.output()):
-        unpublished = unpublished or due  # a thread may not have begun to write it
+    unpublished = save_cut_off(partial, plan.save_mode, resumed, training.output())
     allowed = SAVE_EVERY + (resumed.taken - unpublished if unpublished else 0)
     limit, outlived = GONE_AFTER_KILL_SEC[plan.victim], plan.victim == "one rank" and RUNS[plan.run].ranks > 1
     measured: dict[str, Any] = {"run": plan.run, "victim": plan.killed, "aimed_at": plan.moment}
@@ -280,6 +277,22 @@ def try_kill(runs: Runs, plan: Kill) -> Outcome:
         (bool(resumed.wrong), resumed.wrong),
     )
     return Outcome(wrong=wrong, measured=measured)
+
+
+def save_cut_off(partial: int, save_mode: str, resumed: Resumed, output: str) -> int:
+    """The step whose save the kill interrupted; 0 if there is none.
+
+    The thread of an asynchronous save may not have begun to write. A save that the run announced was done.
+
+    Args:
+        partial: the step of the folder that was being written; 0 if there was none.
+        save_mode: as ``--save_mode``.
+        resumed: the run after the kill.
+        output: what it printed before.
+    """
+    due = resumed.taken // SAVE_EVERY * SAVE_EVERY
+    waits = save_mode == "async" and due > resumed.resumed_from
+    return partial or (due if waits and not re.search(rf"step +{due}/\d+  saved in", output) else 0)
 
 
 def _processes(training: Training, run: str, which: str) -> list[psutil.Process]:

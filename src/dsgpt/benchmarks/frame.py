@@ -395,6 +395,7 @@ def run_suite(suite: type[Suite[O, R]], options: O, *, repository: Path) -> int:
     load, results, minutes = LoadOfOthers(), list[R](), getattr(options, "minutes", math.inf)
 
     def write() -> Record:
+        """Write what is there so far."""
         seconds = round(time.perf_counter() - started, 1)
         head = record_head(suite.schema_version, device=getattr(options, "device", "cpu"))
         head["git_commit"] = marked(commit, sources, repository=repository)  # marked if a source has changed meanwhile
