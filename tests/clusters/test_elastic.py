@@ -205,10 +205,7 @@ def on_hosts(hosts, pool: ThreadPoolExecutor, folder: Path, flags: list[str]) ->
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("where", "recipe"),
-    [("agents", "recipe"), ("hosts", "zero3"), ("hosts", "pipeline")],
-)
+@pytest.mark.parametrize(("where", "recipe"), [("agents", "recipe"), ("hosts", "zero3"), ("hosts", "pipeline")])
 def test_a_planned_run_goes_on_after_a_loss_and_with_more_after_a_return(request, pool, here, tmp_path, where, recipe):
     """The recipe has micro batch and accumulation for two devices, as that of a plan has, and DDP has a plan."""
     run, each = tmp_path / "run", 2 if recipe == "pipeline" else 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from forked_ranks import run_script
 from small_run import REPOSITORY, command_line, write_data, write_recipe
-from training_runs import SCRIPT, read_lines
+from training_runs import SCRIPT, finished, read_lines
 
 from dsgpt.benchmarks.hosts import enter
 
@@ -36,8 +36,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shipped = json.loads((REPOSITORY / "ds_configs" / f"{name}.json").read_text())
         own = {key: shipped[key] for key in ("zero_optimization", "pipeline", "tensor_parallel") if key in shipped}
         write_recipe(folder / f"{name}.json", **own)
-    done = run_script(SCRIPT, words(folder, "baseline", "zero1"), cwd=folder)
-    assert done.returncode == 0, done.stderr
+    finished(run_script(SCRIPT, words(folder, "baseline", "zero1"), cwd=folder))
     return folder
 
 
@@ -71,8 +70,7 @@ def test_strategies_compute_on_several_hosts_what_one_computes(hosts, trained, r
     """Ranks of neighbouring numbers share a host; the pipeline's stages and data ranks are on four."""
     run = f"{recipe}-{run_type}"
     flags = [hosts.name, per_host, SCRIPT, *words(trained, run, recipe, run_type)]
-    done = run_script(trained / "rank.py", flags, ranks=ranks, cwd=trained, environment=hosts.variables())
-    assert done.returncode == 0, done.stderr
+    finished(run_script(trained / "rank.py", flags, ranks=ranks, cwd=trained, environment=hosts.variables()))
     assert_losses_of_one_host(trained, run)
 
 

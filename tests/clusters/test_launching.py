@@ -14,8 +14,9 @@ import yaml
 from forked_ranks import run_script
 from planner_records import RECORD
 from small_run import REPOSITORY, TOKENS, command_line, random_ids, within, write_data, write_recipe, write_tokens
-from training_runs import read_lines
+from training_runs import finished, read_lines
 
+from dsgpt.checkpoints.manifest import read_manifest
 from dsgpt.common.errors import EXIT_STOPPED, EXIT_USER_ERROR
 from dsgpt.machine.topology import free_port
 
@@ -33,8 +34,7 @@ TWO += " --num_layers 1 --num_heads 1"
 def planned(folder: Path, *words: str, of: str = SIXTEEN) -> tuple[Path, str]:
     """The folder of a recommendation, by default for 16 GPUs, and the last line of its command."""
     flags = [*of.split(), "--tokens", "1e9", "--recommend", *words]
-    done = run_script(REPOSITORY / "src" / "plan.py", flags, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    finished(run_script(REPOSITORY / "src" / "plan.py", flags, cwd=folder))
     return folder / "plan", (folder / "plan" / "train.sh").read_text().splitlines()[-1]
 
 
@@ -122,8 +122,7 @@ def test_scripts_and_image_have_no_known_mistakes():
     scripts = [*LAUNCH.rglob("*.sh"), LAUNCH / "slurm" / "train.sbatch"]
     assert len(scripts) == 5
     for command in (["shellcheck", *scripts], ["hadolint", LAUNCH / "Dockerfile"]):
-        done = subprocess.run([BESIDE / command[0], *command[1:]], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        finished(subprocess.run([BESIDE / command[0], *command[1:]], capture_output=True, text=True, check=False))
 
 
 APART = """
@@ -137,19 +136,25 @@ exit_rank(command.train([*sys.argv[2:], *json.loads(sys.argv[1])[int(os.environ[
 """``src/gpt2.py`` of a rank that is alone on its machine, with flags of its own."""
 
 
-def refused_apart(folder: Path, *flags: list[str]) -> str:
-    """What two ranks on machines of their own say when they refuse the run; each has flags of its own."""
+def train_apart(folder: Path, *flags: list[str], code: int = EXIT_USER_ERROR) -> str:
+    """What two ranks on machines of their own say in a run that ends with ``code``; each has flags of its own."""
     write_recipe(write_data(folder) / "recipe.json")
     (folder / "apart.py").write_text(APART)
     words = [json.dumps(flags), *command_line(folder, run_type="ddp", checkpoint_path=None)]
     done = run_script(folder / "apart.py", words, ranks=2, cwd=folder)
-    assert done.returncode == EXIT_USER_ERROR, done.stderr
+    assert done.returncode == code, done.stderr
     return done.stderr
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_each_of_two_machines_saves_its_share(tmp_path, way):
+    train_apart(tmp_path, *[["--run_type", way, "--checkpoint_path", "run"]] * 2, code=0)
+    assert read_manifest(tmp_path / "run" / "step-00000002").step == 2
 
 
 def test_machines_that_do_not_share_the_run_folder_are_refused_before_the_first_step(tmp_path):
     """Each of the two has a folder of its own under the same path, which differs here by its link."""
-    said = refused_apart(tmp_path, *(["--checkpoint_path", f"of-{rank}"] for rank in range(2)))
+    said = train_apart(tmp_path, *(["--checkpoint_path", f"of-{rank}"] for rank in range(2)))
     assert f"{socket.gethostname()} does not see what rank 0 writes there" in said
     assert not (tmp_path / "of-0" / "step-00000002").exists()
 
@@ -170,7 +175,7 @@ def test_machines_that_were_not_given_the_same_are_refused_before_the_run_folder
         (tmp_path / folder).mkdir(exist_ok=True)
         write_tokens(tmp_path / folder / "train.bin", random_ids(TOKENS, seed=2))
     (tmp_path / "bare" / "train.json").unlink()
-    said = refused_apart(tmp_path, [], flags.split())
+    said = train_apart(tmp_path, [], flags.split())
     host = socket.gethostname()
     assert f"error: {host} does not train what {host} does: {first}" in said
     assert said.rstrip().endswith("start all machines with the same code, flags, recipe and data")

@@ -10,7 +10,7 @@ import pytest
 from forked_ranks import run_script
 from planner_records import RECORD
 from small_run import REPOSITORY, command_line, within, write_data, write_recipe
-from training_runs import read_lines
+from training_runs import finished, read_lines
 
 STEPS = 80
 PLAN = (
@@ -44,8 +44,7 @@ def wait_for_step(run: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(here: Path) -> dict[int, float]:
-    done = run_script(REPOSITORY / "src" / "gpt2.py", words(here, "undisturbed"), ranks=2, cwd=here)
-    assert done.returncode == 0, done.stderr
+    finished(run_script(REPOSITORY / "src" / "gpt2.py", words(here, "undisturbed"), ranks=2, cwd=here))
     return losses(here / "undisturbed")
 
 

@@ -104,10 +104,10 @@ def test_how_much_memory_offload_to_nvme_locks(tmp_path, monkeypatch, changes, p
     monkeypatch.setattr(compatibility, "may_lock", lambda size: not sizes.append(size))
     config = asked(tmp_path, ranks=2, recipe={"zero_optimization": NVME | changes}, precision=precision)
     assert sizes == [locked]
-    block = config.recipe.zero_optimization.offload_optimizer
+    block, given = config.recipe.zero_optimization.offload_optimizer, engine_config(config)["zero_optimization"]
+    assert given["offload_param"]["buffer_size"] == (600 if "buffer_size" in changes.get("offload_param", {}) else 2560)
     if block.device == "nvme":
-        given = engine_config(config)["zero_optimization"]["offload_optimizer"]["buffer_count"]
-        assert given == block.swap_buffers == (12 if block.pipeline_read else 4)
+        assert given["offload_optimizer"]["buffer_count"] == block.swap_buffers == (12 if block.pipeline_read else 4)
 
 
 def test_where_offload_to_nvme_swaps(tmp_path, monkeypatch):
@@ -136,6 +136,19 @@ def test_overlap_is_off_unless_asked_for_and_noted_on_gpus(tmp_path, monkeypatch
     noted = [line for line in chosen.notices if line not in config.notices]
     assert len(noted) == lines
     assert all("`.venv/bin/python src/benchmark.py parity --device cuda --only zero3`" in line for line in noted)
+
+
+def test_what_the_engine_is_told_of_optimizer_and_ranks(tmp_path):
+    """DeepSpeed would refuse SGD in host memory. Gradients that a single rank sends nowhere need no bucket."""
+    offloaded = stage(1, offload_optimizer={"device": "cpu"})
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    assert "zero_force_ds_cpu_optimizer" not in engine_config(asked(tmp_path, ranks=2, recipe=offloaded))
+    assert engine_config(asked(tmp_path, ranks=2, recipe=offloaded | sgd))["zero_force_ds_cpu_optimizer"] is False
+    for ranks in (1, 2):
+        told = engine_config(
+            asked(tmp_path, ranks=ranks, recipe=stage(1) | {"tensor_parallel": {"autotp_size": ranks}})
+        )
+        assert ("contiguous_gradients" in told["zero_optimization"]) == (ranks == 1)
 
 
 def test_low_precision_reduction_is_allowed_with_one_micro_batch_or_in_fp32(tmp_path):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from forked_ranks import run_script
 from small_run import REPOSITORY, SEQUENCE, command_line, random_ids, write_data, write_recipe, write_tokens
-from training_runs import checkpoints, errors
+from training_runs import checkpoints, errors, read_lines
 
 from dsgpt.benchmarks import museum
 from dsgpt.benchmarks.cells import STRATEGIES, Cell
@@ -133,15 +133,8 @@ def on_ranks(
     recipe = merged(json.loads((folder / "recipe.json").read_text()), changes) | {"train_batch_size": 12}
     (folder / "recipe.json").write_text(json.dumps(recipe))
     words = command_line(folder, **CHECKED, run_type=STRATEGIES[cell.strategy].run_type, precision=cell.precision)
-    words += [
-        "--grad_accum_steps",
-        str(cell.accumulation),
-        "--max_position_embeddings",
-        "20",
-        "--seq_length",
-        str(SEQUENCE),
-        *flags,
-    ]
+    words += ["--grad_accum_steps", str(cell.accumulation), "--max_position_embeddings", "20"]
+    words += ["--seq_length", str(SEQUENCE), *flags]
     done = run_script(Path(__file__).with_name("planted_run.py"), [bug, *words], ranks=cell.ranks, cwd=folder)
     return done.returncode, done.stdout + done.stderr
 
@@ -236,3 +229,4 @@ def test_nothing_is_found_in_a_sound_run(tmp_path, strategy):
     if strategy == "ddp":  # of which the record has no exchange of the checks
         measured = json.loads((tmp_path / "run" / "training_metrics.json").read_text())["cost"]
         assert {one["op"] for one in measured["communication_per_step"]["by_op"]} == {"all_reduce"}
+    assert all(line["warm_up"] for line in read_lines(tmp_path / "run"))  # a checked step has no speed

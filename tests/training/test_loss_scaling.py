@@ -5,6 +5,7 @@ import json
 import sys
 from dataclasses import asdict, replace
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +38,8 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale(corpus, tmp_path):
     result = strategy.train_step(batches, 5)
     assert bool(result.skipped)
     assert strategy._scale.factor == 2.0**31
+    Strategy.load_state(resumed := Baseline(config, CPU), SimpleNamespace(counters=strategy.counters()))
+    assert resumed._scale.state() == strategy._scale.state()
     assert all(torch.equal(state.weight, before[name]) for name, state in strategy.shards().states)
     while bool(strategy.train_step(batches, 5).skipped):
         assert strategy._scale.factor > 1

@@ -58,7 +58,8 @@ TESTS = (
         "strategies/test_costs.py",
     ),
     *("clusters/test_elastic.py", "telemetry/test_measured.py", "inference/test_init_from.py"),
-    *("goldens/test_golden_words.py", "inference/test_export.py"),
+    *("goldens/test_golden_words.py", "inference/test_export.py", "inference/test_generate.py"),
+    "clusters/test_launching.py",
 )
 """Tests that are tried on each mutant whose line they execute, below ``tests``."""
 SLOW_TESTS = ("strategies/test_on_ranks.py", "benchmarks/test_parity_core.py")
@@ -70,8 +71,8 @@ WARM = (*IMPORTS["torchrun"], *IMPORTS["deepspeed"], "transformers", "pytest")
 PYTEST_WORDS = ("-q", "-p", "no:cacheprovider", "--snapshot-warn-unused")
 """Of every command line: snapshots that nothing used would be a failure, as of tests that are only collected."""
 MUTANTS, SEED = 400, 28
-MOST_TESTS, MOST_SEC = 40, 90
-"""Tests that are tried on a mutant, and how long they take together without it."""
+MOST = {False: (40, 90), True: (400, 600)}
+"""Tests that are tried on a mutant, and on a survivor, and how long they take together without it, in seconds."""
 START_SEC, SLOW_SEC = 60, 600
 LOOK_SEC, WAIT = 2, 20
 """Seconds between looks at the time that processes have used, and how much longer they may wait for each other."""
@@ -399,7 +400,7 @@ class MutantOptions(frame.SuiteOptions):
     minutes: int = flag(POSITIVE, "N", default=40)
     """stop after these; the same command continues (default: %(default)s)"""
     only: tuple[str, ...] = frame.only_flag("FILE", "files, by the beginnings of their names")
-    survivors: bool = switch("try what survived again, also with the slow tests of all strategies")
+    survivors: bool = switch("try what survived again, with more tests, also long ones of all strategies")
 
 
 class Mutants(frame.Suite[MutantOptions, frame.Record]):
@@ -502,14 +503,15 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
                 seen[function := name.partition("[")[0]] += 1
                 turns.append((not exact, seen[function], seconds, name))
         # Each function once, before any with other parameters. Lines that run at the import belong to one test of many.
-        for *_, seconds, name in sorted(turns)[:MOST_TESTS]:
-            if (total := total + seconds) > MOST_SEC and tests:
+        most, most_sec = MOST[self.options.survivors]
+        for *_, seconds, name in sorted(turns)[:most]:
+            if (total := total + seconds) > most_sec and tests:
                 break
             tests.append(name)
         end = self._caught(mutant, tests, limit=START_SEC + 5 * total, late="timeout")
         if not end and self.options.survivors:
             word = ABOUT.get(Path(mutant.file).stem)
-            slow = [*(f"tests/{test}" for test in SLOW_TESTS), *(["-k", word] if word else [])]
+            slow = [*(f"tests/{test}" for test in SLOW_TESTS), "-m", "", *(["-k", word] if word else [])]
             end = self._caught(mutant, slow, limit=SLOW_SEC, late="")
         end = end or {"outcome": "survived", "by": ""}
         return end | {"tests": len(tests), "seconds": round(time.monotonic() - began, 1)}
