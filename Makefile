@@ -9,7 +9,7 @@
 # make faults  kill and stop runs, damage checkpoints, fill the disk: every run must resume
 # make vllm    vLLM in an environment of its own, .venv-vllm, for src/benchmark.py inference
 # make records  remake the committed records whose sources have changed, and their pages, on an idle machine
-# make test-pythons  other Pythons, if installed: `make check` and a demo of 6 steps
+# make test-pythons  other Pythons, if installed: `make check` and a demo of 20 steps, whose losses must be equal
 # make dashboard  see runs, plan and try models in a browser, on 127.0.0.1
 # make screenshots  every page of the dashboard in both themes, into docs/images/dashboard
 # make charts  draw every chart of the committed records into charts/reference, the README's into docs/images
@@ -110,6 +110,24 @@ test-long: $(BIN)/.installed-for-tests
 
 # Each version has its own environment; `make --jobs 2 test-pythons` tests them side by side.
 test-pythons: $(OTHERS:%=test-python%)
+	@$(PYTHON) -c "$$COMPARE_DEMOS"
+
+# The demo's text is the same for every Python, so its losses are, too; `make demo STEPS=20` adds those of its own Python.
+define COMPARE_DEMOS
+import json, pathlib, sys
+losses = {}
+for folder in [pathlib.Path(), *pathlib.Path().glob(".venv-*/demo")]:
+    for run in folder.glob("checkpoint/demo-*/metrics.jsonl"):
+        steps = [json.loads(line)["loss"] for line in run.open()]
+        if len(steps) == 20:
+            losses.setdefault(run.parent.name, {})[str(folder)] = steps
+for run, by_folder in losses.items():
+    first, *others = by_folder.values()
+    if any(steps != first for steps in others):
+        sys.exit(f"error: {run} has other losses on another Python: {by_folder}")
+    print(f"{run}: the {len(first)} losses of {len(by_folder)} Pythons are equal, the last is {first[-1]}")
+endef
+export COMPARE_DEMOS
 
 define find_python
 found=; for python in python$* "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$*.*/bin/python; do \
@@ -127,7 +145,7 @@ test-python%:
 
 test-here: test-quick
 	@rm -rf $(VENV)/demo
-	@$(BIN)/python src/demo.py --steps 6 --into $(VENV)/demo
+	@$(BIN)/python src/demo.py --steps 20 --into $(VENV)/demo
 
 parity: $(BIN)/.installed
 	@$(BIN)/python src/benchmark.py parity
