@@ -13,7 +13,7 @@ import pytest
 from forked_ranks import launches_fork, start_server
 from hypothesis import settings
 from scheduling import SHARED, folder_of, pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
-from small_run import REPOSITORY, command_line, write_inputs
+from small_run import REPOSITORY, command_line, write_data, write_inputs, write_recipe
 from system_packages import MAY_LACK, command, lacking
 
 from dsgpt.benchmarks.cells import Corpus, cut_validation, prepare_corpus
@@ -38,6 +38,13 @@ def main_module_stays() -> Iterator[None]:
     before = sys.modules["__main__"]
     yield
     sys.modules["__main__"] = before
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A folder with data and a recipe."""
+    write_recipe(write_data(tmp_path) / "recipe.json")
+    return tmp_path
 
 
 @pytest.fixture

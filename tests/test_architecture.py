@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_run import REPOSITORY, command_line, write_data, write_recipe
+from small_run import REPOSITORY, command_line
 
 from dsgpt.config.options import PACKAGES
 
@@ -155,12 +155,11 @@ def test_light_modules_import_nothing_slow(modules, slow):
     [("baseline", "torch", {"deepspeed", *sum(PACKAGES.values(), ())}),
      ("optimized", "deepspeed", {"functorch", "jinja2", "networkx", "mlflow.version"})],
 )  # fmt: skip
-def test_a_training_imports_nothing_slow(tmp_path, run_type, needed, slow):
+def test_a_training_imports_nothing_slow(here, run_type, needed, slow):
     """Left to itself, DeepSpeed imports Inductor, for an optimizer, and MLflow, for its autotuner: about 2 s each."""
-    write_recipe(write_data(tmp_path) / "recipe.json")
-    command = [sys.executable, "-X", "importtime", SOURCES / "gpt2.py", *command_line(tmp_path, run_type=run_type)]
+    command = [sys.executable, "-X", "importtime", SOURCES / "gpt2.py", *command_line(here, run_type=run_type)]
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Setting accelerator" not in done.stdout + done.stderr  # DeepSpeed chooses, whatever --device says
     found = set(re.findall(r"^import time:.*\|\s+([\w.]+)", done.stderr, flags=re.MULTILINE))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_run import REPOSITORY, command_line, within, write_data, write_recipe
+from small_run import REPOSITORY, command_line, within
 
 from dsgpt.benchmarks import launch as launching
 from dsgpt.benchmarks.launch import Assignment, CellStart, Launch, child_environment, read_ranks, run_job
@@ -47,14 +47,13 @@ CALL = "dsgpt.benchmarks.parity_rank:train_cell"
 
 
 @pytest.fixture
-def assignment(tmp_path):
+def assignment(here):
     """A function from changes of a small baseline's command line to an assignment."""
-    write_recipe(write_data(tmp_path) / "recipe.json")
 
     def make(name: str, *, bug: str = "", **changes) -> Assignment:
-        folder = tmp_path / name
+        folder = here / name
         folder.mkdir()
-        words = command_line(tmp_path, **changes)
+        words = command_line(here, **changes)
         return Assignment(folder=str(folder), flags=words, call=CALL, arguments={"bug": bug})
 
     return make

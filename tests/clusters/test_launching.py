@@ -184,14 +184,13 @@ def test_machines_that_were_not_given_the_same_are_refused_before_the_run_folder
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_to_the_script_of_deepspeeds_launcher_makes_the_ranks_save(tmp_path, number):
+def test_a_signal_to_the_script_of_deepspeeds_launcher_makes_the_ranks_save(here, number):
     """The launcher itself dies of it, and its ranks with it."""
-    write_recipe(write_data(tmp_path) / "recipe.json")
-    (tmp_path / "hosts").write_text("127.0.0.1 slots=2\n")
+    (here / "hosts").write_text("127.0.0.1 slots=2\n")
     flags = {"run_type": "optimized", "max_train_steps": 4000, "save_every": 0, "max_val_steps": 1}
-    variables = {"HOSTFILE": str(tmp_path / "hosts"), "NODE_RANK": "0", "PORT": str(free_port())}
+    variables = {"HOSTFILE": str(here / "hosts"), "NODE_RANK": "0", "PORT": str(free_port())}
     environment = os.environ | variables | {"DS_ACCELERATOR": "cpu", "PATH": f"{BESIDE}:{os.environ['PATH']}"}
-    command, run = [LAUNCH / "run_hostfile.sh", *command_line(tmp_path, **flags)], tmp_path / "run"
+    command, run = [LAUNCH / "run_hostfile.sh", *command_line(here, **flags)], here / "run"
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as script:
         within(lambda: (run / "metrics.jsonl").exists() and len(read_lines(run)) > 3, seconds=120)
         script.send_signal(number)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from forked_ranks import run_script
-from small_run import command_line, within, write_data, write_recipe
+from small_run import command_line, within
 from training_runs import SCRIPT, read_lines
 
 from dsgpt.common.errors import EXIT_STOPPED, EXIT_USER_ERROR
@@ -136,19 +136,18 @@ def when_it_trains(run: Path, then: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("source", [*SPOT_PROVIDERS, "file"])
-def test_a_run_saves_and_leaves(service, tmp_path, source):
+def test_a_run_saves_and_leaves(service, here, source):
     """Two ranks of one machine; the first is given notice, and both leave after the same step.
 
     The second copy would take minutes, and is left before the provider takes the machine.
     """
-    write_recipe(write_data(tmp_path) / "recipe.json")
-    script, notice, run = tmp_path / "soon.py", tmp_path / "notice", tmp_path / "run"
+    script, notice, run = here / "soon.py", here / "notice", here / "run"
     script.write_text(SOON)
     flags = {"run_type": "ddp", "max_train_steps": 4000, "save_every": 4000, "no_inference": True, "max_val_steps": 1}
     asks = source in SPOT_PROVIDERS
-    words = command_line(tmp_path, **flags, save_to=tmp_path / "copy", spot_notice=source if asks else notice)
+    words = command_line(here, **flags, save_to=here / "copy", spot_notice=source if asks else notice)
     when_it_trains(run, partial(setattr, service, "notice_after", 0) if asks else notice.touch)
-    done = run_script(script, words, ranks=2, cwd=tmp_path)
+    done = run_script(script, words, ranks=2, cwd=here)
     assert done.returncode == EXIT_STOPPED, done.stdout + done.stderr
     assert f"--spot_notice {source if asks else notice}: " in done.stderr
     if asks:
@@ -164,12 +163,11 @@ def test_a_run_saves_and_leaves(service, tmp_path, source):
 @pytest.mark.parametrize(
     ("source", "why"), [("gcp", "the provider's service does not answer"), ("./notice", "there is a notice already")]
 )
-def test_a_run_that_could_not_be_warned_or_already_is_does_not_begin(tmp_path, monkeypatch, source, why):
-    write_recipe(write_data(tmp_path) / "recipe.json")
-    (tmp_path / "notice").touch()
+def test_a_run_that_could_not_be_warned_or_already_is_does_not_begin(here, monkeypatch, source, why):
+    (here / "notice").touch()
     monkeypatch.setenv(spot.ADDRESS, "http://127.0.0.1:9")
-    done = run_script(SCRIPT, command_line(tmp_path, spot_notice=source), cwd=tmp_path)
+    done = run_script(SCRIPT, command_line(here, spot_notice=source), cwd=here)
     assert done.returncode == EXIT_USER_ERROR
     assert done.stderr.startswith(f"error: --spot_notice {source}: on ")
     assert why in done.stderr
-    assert not (tmp_path / "run" / STEPS_FILE).exists()
+    assert not (here / "run" / STEPS_FILE).exists()

@@ -1,21 +1,13 @@
-"""A folder with data and a recipe, and a run in it that must be refused."""
+"""A run in ``here`` that must be refused, and the path of a recipe."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_run import command_line, write_data, write_recipe
+from small_run import command_line
 
 from dsgpt.training.command import train
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Path:
-    """A folder with data and a recipe."""
-    write_recipe(write_data(tmp_path) / "recipe.json")
-    return tmp_path
-
 
 Refused = Callable[..., list[str]]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_run import command_line, random_ids, without_paths, write_data, write_recipe, write_tokens
+from small_run import command_line, random_ids, without_paths, write_tokens
 
 from dsgpt.data import loader
 from dsgpt.data.loader import TokenReader
@@ -112,17 +112,16 @@ def test_a_read_that_stalls_is_named(reader, monkeypatch, caplog, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_file_that_is_cut_off_ends_a_training_with_its_name(tmp_path, monkeypatch, capsys, workers):
+def test_a_file_that_is_cut_off_ends_a_training_with_its_name(here, monkeypatch, capsys, workers):
     """A memory map ended the process with SIGBUS. ``test_saving.py`` covers other errors of workers."""
-    write_recipe(write_data(tmp_path) / "recipe.json")
     done = Journal.step_done
 
     def cut(self: Journal, **arguments: Any) -> None:
         done(self, **arguments)
-        os.truncate(tmp_path / "train.bin", 32)
+        os.truncate(here / "train.bin", 32)
 
     monkeypatch.setattr(Journal, "step_done", cut)
-    assert train_here(command_line(tmp_path, max_train_steps=30, num_workers=workers)) == 2
+    assert train_here(command_line(here, max_train_steps=30, num_workers=workers)) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {tmp_path}/train.bin: changed on disk while it is read, at byte ")
+    assert line.startswith(f"error: {here}/train.bin: changed on disk while it is read, at byte ")
     assert line.endswith("(has 32 bytes now, not 1,282): bring the file that the run began with back, and --resume")

@@ -139,19 +139,18 @@ def test_the_record_says_it_and_counts_less_attention(baseline):
     assert record["summary"]["flops_per_token"] == pytest.approx(whole - less, abs=1)
 
 
-def test_a_resume_keeps_the_masks(tmp_path, capsys):
+def test_a_resume_keeps_the_masks(here, capsys):
     """And the id that ends documents, which the hash of the data does not cover."""
-    write_recipe(write_data(tmp_path) / "recipe.json")
-    assert train_here(command_line(tmp_path)) == 0
-    masked = {"mask_documents": True, "checkpoint_path": tmp_path / "masked"}
-    assert train_here(command_line(tmp_path, **masked)) == 0
+    assert train_here(command_line(here)) == 0
+    masked = {"mask_documents": True, "checkpoint_path": here / "masked"}
+    assert train_here(command_line(here, **masked)) == 0
     for run in ("run", "masked"):
-        (tmp_path / run / "RUN_COMPLETE.txt").unlink()
-    assert train_here(command_line(tmp_path, resume=True, mask_documents=True)) == 2
+        (here / run / "RUN_COMPLETE.txt").unlink()
+    assert train_here(command_line(here, resume=True, mask_documents=True)) == 2
     assert "--resume: end of masked documents is 256 but the checkpoint" in errors(capsys)[0]
-    for path in (tmp_path / "train.json", tmp_path / "val.json"):
+    for path in (here / "train.json", here / "val.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eot_id": 7}))
-    assert train_here(command_line(tmp_path, **masked, resume=True)) == 2
+    assert train_here(command_line(here, **masked, resume=True)) == 2
     assert "--resume: end of masked documents is 7 but the checkpoint" in errors(capsys)[0]
 
 
@@ -180,10 +179,9 @@ def test_what_cannot_mask_says_so(tmp_path, case, snapshot):
     assert [without_paths(line, tmp_path) for line in caught.value.problems] == snapshot
 
 
-def test_a_gpu_masks_only_if_it_is_allowed(tmp_path, monkeypatch, snapshot):
+def test_a_gpu_masks_only_if_it_is_allowed(here, monkeypatch, snapshot):
     """Until a GPU has shown the losses of a CPU."""
-    write_recipe(write_data(tmp_path) / "recipe.json")
-    words = command_line(tmp_path, mask_documents=True, device="cuda")
+    words = command_line(here, mask_documents=True, device="cuda")
     with stand_in_gpu.stand_in_gpu():
         with pytest.raises(UserError) as caught:
             resolved([*words, "--precision", "fp32"])

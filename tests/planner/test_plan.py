@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from planner_records import RECORD
-from small_run import REPOSITORY, SEQUENCE, VOCABULARY, write_data, write_recipe
+from small_run import REPOSITORY, SEQUENCE, VOCABULARY
 
 from dsgpt.common.errors import EXIT_USER_ERROR, Problems, UserError
 from dsgpt.common.json_files import parse_as, read_as
@@ -435,19 +435,13 @@ def test_the_network_at_which_another_way_is_the_fastest():
     )
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    write_recipe(write_data(tmp_path) / "base.json")
-    return tmp_path
-
-
-def recommended(data: Path, devices: int) -> dict[str, Plan]:
+def recommended(here: Path, devices: int) -> dict[str, Plan]:
     """Everything that fits, by its name, on data of a small vocabulary."""
     judged = searched(
         f"--gpu h100-80gb --gpus {devices} --tokens {SEQUENCE * 16} {SHAPE} --vocab_size {VOCABULARY} "
         f"--val_tokens {SEQUENCE * 8} --precision fp32 --recommend "
-        f"--deepspeed_config {data}/base.json --into {data}/plan "
-        f"--train_data_path {data}/train.bin --val_data_path {data}/val.bin"
+        f"--deepspeed_config {here}/recipe.json --into {here}/plan "
+        f"--train_data_path {here}/train.bin --val_data_path {here}/val.bin"
     )
     return {each.name: each.plan for each in judged if each.fits}
 
@@ -462,9 +456,9 @@ def written(plan: Plan) -> tuple[Path, ...]:
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
-def test_training_accepts_every_recipe_that_could_be_recommended(data, devices):
+def test_training_accepts_every_recipe_that_could_be_recommended(here, devices):
     """As its dry run does, on the ranks that the command starts."""
-    plans = recommended(data, devices)
+    plans = recommended(here, devices)
     assert set(plans) >= (
         {"baseline"} if devices == 1 else {"ddp", "fsdp", "zero3", "tensor2-zero1", "pipeline2-zero1"}
     )
@@ -486,9 +480,9 @@ def test_training_accepts_every_recipe_that_could_be_recommended(data, devices):
 
 
 @pytest.mark.parametrize(("devices", "name"), [(1, "baseline"), pytest.param(2, "zero1", marks=pytest.mark.long)])
-def test_the_written_command_passes_a_dry_run_and_names_text_that_is_missing(data, devices, name):
+def test_the_written_command_passes_a_dry_run_and_names_text_that_is_missing(here, devices, name):
     """The command of several devices starts the deepspeed launcher."""
-    _, command, _ = written(recommended(data, devices)[name])
+    _, command, _ = written(recommended(here, devices)[name])
     run = partial(subprocess.run, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     done = run(["sh", command, "--dry_run"])
     assert done.returncode == 0, done.stderr[-2000:]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from forked_ranks import run_script
-from small_run import command_line, write_data, write_recipe
+from small_run import command_line
 from training_runs import read_lines, read_record
 
 from dsgpt.checkpoints.manifest import Goodput
@@ -37,19 +37,18 @@ exit_rank(train(sys.argv[1:]))
 PAUSE_SEC = 1.5
 
 
-def test_every_second_of_three_processes_has_its_cause(tmp_path):
+def test_every_second_of_three_processes_has_its_cause(here):
     """It saves after steps 4 and 8. The first process dies before the first save, the second and third after 4."""
-    write_recipe(write_data(tmp_path) / "recipe.json")
-    script, run = tmp_path / "dying.py", tmp_path / "run"
+    script, run = here / "dying.py", here / "run"
     script.write_text(DYING)
     flags = {"max_train_steps": 8, "save_every": 4, "eval_every": 3, "steps_per_print": 1, "no_inference": True}
-    words, lost = command_line(tmp_path, **flags, resume=True), 0.0
+    words, lost = command_line(here, **flags, resume=True), 0.0
     for last, repeated in ((4, 3), (7, 2), (8, 3), (99, 0)):
-        done = run_script(script, [last, *words], cwd=tmp_path)
+        done = run_script(script, [last, *words], cwd=here)
         assert done.returncode == (0 if last == 99 else -signal.SIGKILL), done.stderr
         lost += sum(line["step_time_sec"] for line in read_lines(run)[-repeated:] if repeated)
         time.sleep(PAUSE_SEC if repeated else 0)
-    passed = time.time() - float((tmp_path / "began").read_text().split()[0])
+    passed = time.time() - float((here / "began").read_text().split()[0])
     goodput = read_record(run)["goodput"]
     assert (goodput["starts"], goodput["repeated_steps"]) == (4, 3 + 2 + 3)
     assert tuple(goodput["lost_sec"]) == CAUSES

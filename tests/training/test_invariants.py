@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from forked_ranks import run_script
-from small_run import REPOSITORY, SEQUENCE, command_line, random_ids, write_data, write_recipe, write_tokens
+from small_run import REPOSITORY, SEQUENCE, command_line, random_ids, write_recipe, write_tokens
 from training_runs import checkpoints, errors, read_lines
 
 from dsgpt.benchmarks import museum
@@ -89,34 +89,28 @@ PLANTED: dict[str, tuple[Callable[[], Bug], str]] = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_recipe(write_data(tmp_path) / "recipe.json")
-    return tmp_path
-
-
 @pytest.mark.parametrize("message", PLANTED)
-def test_a_planted_bug_stops_the_run_before_it_is_saved(folder, message, capsys):
+def test_a_planted_bug_stops_the_run_before_it_is_saved(here, message, capsys):
     plant, precision = PLANTED[message]
     with plant():
-        assert train_here(command_line(folder, **CHECKED, precision=precision)) == EXIT_WRONG
+        assert train_here(command_line(here, **CHECKED, precision=precision)) == EXIT_WRONG
     (line,) = errors(capsys)
     assert line.startswith(f"error: {message}")
-    assert all(step < int(message[5]) for step in checkpoints(folder / "run"))
+    assert all(step < int(message[5]) for step in checkpoints(here / "run"))
 
 
-def test_an_update_that_weights_absorb_is_no_zero_gradient(folder):
+def test_an_update_that_weights_absorb_is_no_zero_gradient(here):
     """SGD without momentum tells its gradient by the weights alone, and at a small rate these of 1 do not change."""
     rates = {"warmup_max_lr": 1e-5, "warmup_num_steps": 4}
     recipe = {"optimizer": {"type": "SGD", "params": {"lr": 1e-5}}, "scheduler": {"type": "WarmupLR", "params": rates}}
-    write_recipe(folder / "recipe.json", **recipe)
-    assert train_here(command_line(folder, **CHECKED)) == EXIT_DONE
+    write_recipe(here / "recipe.json", **recipe)
+    assert train_here(command_line(here, **CHECKED)) == EXIT_DONE
 
 
-def test_lost_moments_are_seen_at_a_resume(folder, capsys):
-    words = command_line(folder, **CHECKED)
+def test_lost_moments_are_seen_at_a_resume(here, capsys):
+    words = command_line(here, **CHECKED)
     assert train_here(words) == EXIT_DONE
-    (folder / "run" / "RUN_COMPLETE.txt").unlink()
+    (here / "run" / "RUN_COMPLETE.txt").unlink()
     with mock.patch.object(StateReader, "has_moments", property(lambda _: False)):
         assert train_here([*words, "--resume", "--max_train_steps", "6", "--allow_changed", "recipe"]) == EXIT_WRONG
     what = "the state at the start is not that of step-00000005"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from forked_ranks import run_script
 from planner_records import RECORD
-from small_run import REPOSITORY, command_line, write_data, write_recipe
+from small_run import REPOSITORY, command_line, write_recipe
 from stand_in_nvml import StandInNvml
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from training_runs import LONG, errors, finished, read_lines, read_record, resume, train, write_optimizer_recipe
@@ -237,19 +237,18 @@ NOTE = "import sys; open(sys.argv[1], 'a').write(' '.join(sys.argv[2:]) + '\\n')
 
 
 @pytest.fixture
-def sabotaged(tmp_path):
+def sabotaged(here):
     """Trains 12 steps with a sabotage and ``--on_event``; returns what it printed, its code and the events."""
-    write_recipe(write_data(tmp_path) / "recipe.json")
 
     def run(sabotage: str, ranks: int | None = None, **flags):
-        script, heard = tmp_path / "sabotage.py", tmp_path / "heard"
+        script, heard = here / "sabotage.py", here / "heard"
         script.write_text(SABOTAGE.format(sabotage))
         event = f"{sys.executable} -c \"{NOTE}\" '{heard}'"
         flags = {"max_train_steps": 12, "no_inference": True, "on_event": event} | flags
         run_type = "baseline" if ranks is None else "ddp"
-        done = run_script(script, command_line(tmp_path, run_type=run_type, **flags), ranks=ranks, cwd=tmp_path)
+        done = run_script(script, command_line(here, run_type=run_type, **flags), ranks=ranks, cwd=here)
         lines = [line.split(" ", 1) for line in heard.read_text().splitlines()] if heard.exists() else []
-        assert {path for _, path in lines} <= {str(flags.get("checkpoint_path", tmp_path / "run") / RECORD_FILE)}
+        assert {path for _, path in lines} <= {str(flags.get("checkpoint_path", here / "run") / RECORD_FILE)}
         return done, [event for event, _ in lines]
 
     return run

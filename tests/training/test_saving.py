@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from small_run import command_line, without_paths, write_data, write_recipe
+from small_run import command_line, without_paths
 from torch.utils.data import DataLoader, _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from training_runs import LONG, SCRIPT, assert_same_training, checkpoints, errors, read_record
@@ -219,17 +219,11 @@ def test_a_mistake_is_printed_once(finished_run, tmp_path, launcher, code):
 
 
 @pytest.fixture
-def workers_left() -> Iterator[None]:
-    """End the workers that a failed test left: pytest would wait for them when it exits."""
-    yield
+def here(here: Path) -> Iterator[Path]:
+    """The same; it ends the workers that a failed test left: pytest would wait for them when it exits."""
+    yield here
     for loader in [each for each in gc.get_objects() if type(each) is _MultiProcessingDataLoaderIter]:
         loader._shutdown_workers()
-
-
-@pytest.fixture
-def here(tmp_path: Path, workers_left: None) -> Path:
-    write_recipe(tmp_path / "recipe.json")
-    return write_data(tmp_path)
 
 
 def fail(*_: Any, **__: Any) -> None:
