@@ -14,6 +14,7 @@ from fnmatch import fnmatch
 import pytest
 from forked_ranks import run_script
 from small_run import REPOSITORY
+from training_runs import read_lines
 
 from dsgpt.benchmarks.gpu import readme_sentence
 from dsgpt.benchmarks.records import RECORDS, show_words
@@ -85,6 +86,7 @@ def test_the_newest_version_of_the_changelog_is_the_packages():
     assert f'\nversion = "{newest[1]}"\n' in project
 
 
+DEMO = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "demo-zero1"
 RECORDS_PAGE = (REPOSITORY / "docs" / "records.md").read_text(encoding="utf-8")
 
 
@@ -95,16 +97,9 @@ def keys_behind(words: str) -> list[str]:
     return [key for row in rows for key in re.findall(r"`([^`]+)`", row.split("|")[1])]
 
 
-def logged_lines() -> list[dict]:
-    """The steps, intervals and validations of the demo's run on two ranks."""
-    run = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "demo-zero1"
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 def test_the_keys_of_steps():
-    lines = logged_lines()
-    (steps,) = {tuple(line.keys() - {"interval"}) for line in lines if "loss" in line}
-    (validations,) = {tuple(line) for line in lines if "val_loss" in line}
+    (steps,) = {tuple(line.keys() - {"interval"}) for line in read_lines(DEMO)}
+    (validations,) = {tuple(line) for line in read_lines(DEMO, "val_loss")}
     assert sorted(keys_behind("\n## Steps")) == sorted(steps)
     assert f"A validation's line has {', '.join(f'`{key}`' for key in validations[:-1])} and `{validations[-1]}`." in (
         RECORDS_PAGE.replace("\n", " ")
@@ -113,7 +108,7 @@ def test_the_keys_of_steps():
 
 def test_the_keys_of_intervals_and_samples():
     assert sorted(keys_behind("| keys of `interval` |")) == sorted(
-        {"mfu", *(key for line in logged_lines() for key in line.get("interval", {}))}
+        {"mfu", *(key for line in read_lines(DEMO, "interval") for key in line["interval"])}
     )
     assert keys_behind("\n## GPUs") == ["uuid", *GpuSample.__dataclass_fields__]
 

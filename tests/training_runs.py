@@ -95,6 +95,11 @@ def read_lines(run_dir: Path, key: str = "loss") -> list[dict[str, Any]]:
     return [line for line in lines if key in line]
 
 
+def steps_of(run_dir: Path) -> list[tuple[int, float, float, float]]:
+    """Of each step its number, loss, gradient norm and learning rate."""
+    return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in read_lines(run_dir)]
+
+
 def roll_back(run: Path, copy: Path, step: int) -> Path:
     """A copy of ``run`` as a kill after ``step`` steps would have left it, with later lines in its log."""
     shutil.copytree(run, copy)

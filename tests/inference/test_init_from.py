@@ -15,7 +15,7 @@ from harmful_tokenizers import bring_code, seal
 from published import RunsCode, converted, hub, largest_difference, our_model, publish, published, refusal
 from safetensors.torch import load_file, save_file
 from small_run import REPOSITORY, VOCABULARY, command_line, without_paths, write_inputs, write_tokenizer
-from training_runs import finished
+from training_runs import finished, read_record
 from transformers import GPT2Model
 
 from dsgpt.common.errors import UserError
@@ -149,27 +149,23 @@ def mistakes(folder: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -
     return [line.removeprefix("error: ").replace(str(folder), "HERE") for line in capsys.readouterr().err.splitlines()]
 
 
-def record(folder: Path, name: str = "run") -> dict[str, Any]:
-    return json.loads((folder / name / "training_metrics.json").read_text())
-
-
 def test_training_starts_from_published_weights_and_resumes_without_them(folder, capsys, snapshot):
     assert train(flags(folder, max_train_steps=2, save_every=1, num_layers=2)) == 0  # as the shape says
     # The schedule's first steps have learning rate 0: the weights are still the published ones.
     saved = load_file(folder / "run" / "step-00000001" / "model.safetensors")
     expected = loaded(folder / "hf")
     assert all(torch.equal(saved[name], expected[name]) for name in expected)
-    source = record(folder)["training_config"]["init_from"]
+    source = read_record(folder / "run")["training_config"]["init_from"]
     assert source == {"source": f"{folder}/hf", "sha256": PretrainedWeights(folder / "hf", CONFIG).sha256()}
-    assert record(folder)["training_config"]["model_size"] == "hf"
+    assert read_record(folder / "run")["training_config"]["model_size"] == "hf"
     longer = {"max_train_steps": 4, "resume": True, "allow_changed": "recipe"}
     without = mistakes(folder, capsys, **longer, init_from=None, num_layers=2, num_heads=2, embedding_size=32,
                        max_position_embeddings=64)  # fmt: skip
     assert any(line.startswith("--resume: initial weights is None but") for line in without)
     (folder / "hf").rename(folder / "elsewhere")
     assert train(flags(folder, **longer)) == 0
-    assert record(folder)["training_config"]["init_from"] == source
-    assert record(folder)["summary"]["optimizer_steps"] == 4
+    assert read_record(folder / "run")["training_config"]["init_from"] == source
+    assert read_record(folder / "run")["summary"]["optimizer_steps"] == 4
     assert mistakes(folder, capsys, checkpoint_path=folder / "other") == snapshot
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from forked_ranks import launches_fork
 from small_run import REPOSITORY
-from training_runs import data_flags, read_lines, roll_back, weights_of
+from training_runs import data_flags, read_lines, roll_back, steps_of, weights_of
 
 from dsgpt.benchmarks.cells import STRATEGIES, Cell, Corpus, write_recipe
 from dsgpt.benchmarks.launch import IMPORTS, Assignment, Launch, read_ranks, run_job
@@ -473,10 +473,6 @@ def test_the_loss_is_the_mean_over_what_ranks_read(seen, cell):
 LAST = "step-00000004"
 
 
-def steps(run: Path) -> list[tuple[int, float, float, float]]:
-    return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in read_lines(run)]
-
-
 @pytest.mark.parametrize(
     "cell",
     [
@@ -490,8 +486,8 @@ def test_a_killed_run_with_dropout_resumes_bit_for_bit(seen, cell):
     end = seen(cell)
     assert [facts["exit"] for facts in end.ranks] == [0] * cell.ranks
     straight = end.run.with_name("run")
-    assert len(steps(straight)) == 4
-    assert steps(end.run) == steps(straight)
+    assert len(steps_of(straight)) == 4
+    assert steps_of(end.run) == steps_of(straight)
     assert json.loads((end.run / "training_metrics.json").read_text())["resumed_from"] == "step-00000002"
     ours, theirs = (StateReader(run / LAST) for run in (end.run, straight))
     for name in theirs.shapes:
@@ -540,7 +536,7 @@ def test_a_resumed_run_uses_the_new_recipes_settings(seen, baselines, cell):
     for name, value in weights_of(end.run / LAST).items():
         off = torch.linalg.vector_norm(value - expected[name]) / torch.linalg.vector_norm(expected[name])
         assert off <= 1e-3, name
-    for one, two in zip(steps(baselines["changed"]), steps(end.run), strict=True):
+    for one, two in zip(steps_of(baselines["changed"]), steps_of(end.run), strict=True):
         assert two == pytest.approx(one, rel=1e-4)
     assert torch.linalg.vector_norm(other["wte.weight"] - expected["wte.weight"]) > 0.05 * torch.linalg.vector_norm(
         expected["wte.weight"]

@@ -294,15 +294,11 @@ def test_without_a_driver_or_the_gpus_nothing_is_sampled(nvml, monkeypatch, tmp_
     assert gpu_use([], expected=1, tokens=10) is None
 
 
-def wait_for(nvml: StandInNvml, samples: int) -> None:
-    within(lambda: nvml.samples >= samples)
-
-
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
 def test_a_monitor_samples_until_its_context_ends(nvml, tmp_path, error):
     monitor = Monitor(open_gpus(["GPU-0", "GPU-1"]), path=tmp_path / "hardware.jsonl", every=0.01)
     with contextlib.suppress(KeyboardInterrupt), monitor:
-        wait_for(nvml, 6)
+        within(lambda: nvml.samples >= 6)
         if error:
             raise error
     assert not [thread for thread in threading.enumerate() if thread.name == "GPU monitor"]

@@ -1,7 +1,6 @@
 """The record of a run, its lines, and the sinks that write them."""
 
 import errno
-import json
 import math
 import os
 from collections.abc import Callable
@@ -222,7 +221,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(corpus, tmp_path):
     assert "Traceback" not in done.stderr
     assert read_record(run)["status"] == "failed"
     assert not list(run.glob("step-*"))
-    written = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    written = read_lines(run)
     assert any(line["loss"] is None or line["grad_norm"] is None for line in written)
     assert all(line["loss"] is None or math.isfinite(line["loss"]) for line in written)
 

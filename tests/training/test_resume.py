@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from small_run import RECIPE, command_line, without_paths, write_recipe
-from training_runs import LONG, checkpoints, damage, errors, read_lines, read_record, resume, stop_after_9
+from training_runs import LONG, checkpoints, damage, errors, read_record, resume, steps_of, stop_after_9
 
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import Segment, highest_peaks, read_manifest, read_run_state
@@ -32,7 +32,7 @@ def test_the_baseline_resumes_bit_for_bit(finished_run, tmp_path, capsys, monkey
     flags = LONG | {"checkpoint_path": run, "deepspeed_config": recipe, "dropout": 0.1}
     assert train_here(command_line(finished_run, **flags)) == 0
     last = run / "step-00000012"
-    old, steps, weights = read_record(run), losses(run), (last / "model.safetensors").read_bytes()
+    old, steps, weights = read_record(run), steps_of(run), (last / "model.safetensors").read_bytes()
     config = (run / "config.json").read_bytes()
     assert (last / "optimizer.safetensors").exists() == (optimizer != "SGD")
     stop_after_9(run)
@@ -41,7 +41,7 @@ def test_the_baseline_resumes_bit_for_bit(finished_run, tmp_path, capsys, monkey
     said = capsys.readouterr()
     assert f"resuming from {run / 'step-00000009'}" in said.out
     assert "loading the checkpoint: 50%, " in said.err and "loading the checkpoint: 100%, 0.0 s left" in said.err
-    assert losses(run) == steps
+    assert steps_of(run) == steps
     assert (last / "model.safetensors").read_bytes() == weights
     new = read_record(run)
     assert (old["resumed_from"], new["resumed_from"]) == (None, "step-00000009")
@@ -51,10 +51,6 @@ def test_the_baseline_resumes_bit_for_bit(finished_run, tmp_path, capsys, monkey
             assert two[key] == one[key]
     assert new["summary"]["optimizer_steps"] == 12
     assert new["summary"]["best_val_loss"] == old["summary"]["best_val_loss"]
-
-
-def losses(run):
-    return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in read_lines(run)]
 
 
 def test_the_manifest_lists_every_file(finished_run):

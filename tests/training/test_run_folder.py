@@ -309,13 +309,8 @@ def test_a_damaged_record_is_reported_and_loses_the_earlier_saves(stopped, finis
 # Training keeps only known files of a tokenizer, and neither reads nor writes through a link in a run folder.
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Data with its tokenizer, and a recipe."""
-    return write_inputs(tmp_path)
-
-
-def test_only_known_files_of_a_tokenizer_are_kept(folder):
+def test_only_known_files_of_a_tokenizer_are_kept(tmp_path):
+    folder = write_inputs(tmp_path)
     (folder / "secret").write_text("secret")
     (folder / "tokenizer" / "itself").symlink_to("itself")
     (folder / "tokenizer" / "notes.txt").symlink_to(folder / "secret")

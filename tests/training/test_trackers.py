@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 from small_run import command_line
-from training_runs import LONG, read_record, resolved, resume, stop_after_9
+from training_runs import LONG, read_lines, read_record, resolved, resume, stop_after_9
 
 from dsgpt.training.command import train as train_here
 from dsgpt.training.trackers import CsvTracker, Row, TrackedRun, open_trackers, row_of
@@ -151,10 +151,6 @@ VARIABLES = ("WANDB_MODE", "WANDB_PROJECT", "WANDB_NAME", "WANDB_ERROR_REPORTING
 VARIABLES += ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
 
 
-def lines_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def points(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, Any]]]:
     """What a tracker must hold of the lines."""
     found: dict[str, list[tuple[int, Any]]] = {}
@@ -203,7 +199,7 @@ def tracked(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         patch.setenv("HF_TOKEN", "hf_none")  # with a token, Trackio would ask the hub for the user's name
         network.listens = True
         assert train_here(command_line(finished_run, **LONG, checkpoint_path=run_dir, track=ALL)) == 0
-        lines, first = lines_of(run_dir), {name: read(run_dir / "trackers") for name, read in READERS.items()}
+        lines, first = read_lines(run_dir, "step"), {name: read(run_dir / "trackers") for name, read in READERS.items()}
         stop_after_9(run_dir)
         assert resume(run_dir, finished_run, track=ALL) == 0
         network.listens = False
@@ -225,7 +221,7 @@ def test_a_tracker_holds_the_run_and_continues_it_after_a_resume(tracked, tracke
     steps, validated = (sorted(step for step, _ in resumed.metrics[name]) for name in ("loss", "val_loss"))
     assert steps == sorted([*range(1, 13), *([10, 11, 12] * appends)])
     assert validated == sorted([4, 5, 8, 10, 12, *([10, 12] * appends)])
-    now = points(lines_of(tracked.run_dir))
+    now = points(read_lines(tracked.run_dir, "step"))
     for name in ("loss", "val_loss", "step_time_sec"):
         assert resumed.metrics[name][-1] == now[name][-1]
     if tracker == "csv":
@@ -242,8 +238,9 @@ def test_a_tracker_holds_the_run_and_continues_it_after_a_resume(tracked, tracke
 
 def test_trackers_use_no_network_and_do_not_change_the_training(tracked, finished_run):
     assert tracked.network == []
+    untracked = read_lines(finished_run / "run", "step")
     losses = [(line["step"], line.get("loss"), line.get("val_loss")) for line in tracked.lines]
-    assert losses == [(line["step"], line.get("loss"), line.get("val_loss")) for line in lines_of(finished_run / "run")]
+    assert losses == [(line["step"], line.get("loss"), line.get("val_loss")) for line in untracked]
 
 
 def test_a_tracker_that_fails_is_reported_once_and_not_called_again(finished_run, tmp_path, monkeypatch):
