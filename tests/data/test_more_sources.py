@@ -1,4 +1,4 @@
-"""Compressed rows, Arrow folders, standard input, sets of the hub by name; and preparation by shards."""
+"""Compressed rows, Arrow folders, standard input; and preparation by shards."""
 
 import gzip
 import json
@@ -12,7 +12,7 @@ from prep_helpers import documents_of
 from pyarrow import parquet
 
 from dsgpt.common.errors import UserError
-from dsgpt.data import blocks, download, readers
+from dsgpt.data import blocks, readers
 from dsgpt.data.preparation import main
 from dsgpt.data.readers import found_key
 from dsgpt.data.sources import own_source
@@ -90,25 +90,6 @@ def test_the_column_of_the_text_is_found(tmp_path, columns, key):
     datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "saved")
     paths = [tmp_path / "a.parquet", tmp_path / "a.jsonl", *(tmp_path / "saved").glob("*.arrow")]
     assert [found_key(path) for path in paths] == [key] * 3
-
-
-def test_a_set_of_the_hub_by_name(prepare_here, bytes_tokenizer, tmp_path, monkeypatch, capsys):
-    """The real code, with a repository of a set in a folder of that name. Its test split is left out."""
-    (folder := tmp_path / "someone" / "stories" / "data").mkdir(parents=True)
-    for name, rows in {"train": ROWS[:40], "validation": ROWS[40:50], "test": ROWS[50:]}.items():
-        parquet.write_table(
-            pa.table({"id": range(len(rows)), "story": rows}), folder / f"{name}-00000-of-00001.parquet"
-        )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(download, "require_hub", lambda *_, **__: None)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    with pytest.raises(UserError, match=r"someone/stories: has the columns 'id', 'story'.*--text_key"):
-        download.main(["someone/stories", "--text_key", "body"])
-    download.main(["someone/stories"])
-    prepare_here("--dataset", "someone/stories", "--tokenizer", bytes_tokenizer, cwd=tmp_path)
-    out = tmp_path / "data" / "someone" / "stories"
-    assert documents_of(out, "train") == ROWS[:40]
-    assert documents_of(out, "val") == ROWS[40:50]
 
 
 # Shards: parts made apart, joined into the files of one preparation.
