@@ -129,12 +129,6 @@ def test_an_epoch_repeats_no_window_and_drops_the_remainder(windows, batch, rest
     assert (len({frozenset(epoch) for epoch in seen}) > 1) == bool(rest)
 
 
-def test_many_steps_at_once_are_the_same_and_may_cross_epochs():
-    order = SampleOrder(windows=23, global_batch_size=4, seed=1)  # 5 steps an epoch
-    epochs = [shuffled(np.arange(20), size=23, key=f"dsgpt order 1 {epoch}").reshape(5, 4) for epoch in range(4)]
-    assert order.batches(3, 18).tolist() == np.concatenate(epochs)[3:18].tolist()
-
-
 @given(st.data())
 def test_any_order(data: st.DataObject):
     """Each window of an epoch once, a resumed run as one that never stopped, and ranks that share a batch exactly."""
