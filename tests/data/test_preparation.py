@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from prep_helpers import CORPUS, documents_of, hashes
+from prep_helpers import CORPUS, documents_of, hashes, texts_of
 from pyarrow import parquet
 from small_run import REPOSITORY, write_tokenizer
 from tokenizers import Tokenizer
@@ -38,7 +38,7 @@ from dsgpt.training.command import check
 
 def test_what_is_written(prepared: Path, corpus: Path):
     """Every document, byte for byte; a description of each file; a folder of Hugging Face; nothing else."""
-    texts = [text for split in ("train", "val") for text in documents_of(prepared, split)]
+    texts = texts_of(prepared)
     assert sorted(text.encode() for text in texts) == sorted(text.encode() for text in CORPUS.values())
     tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
     data = (prepared / "tokenizer" / "tokenizer.json").read_bytes()
@@ -94,7 +94,7 @@ def test_gpt2_vocabulary(prepare_here, corpus: Path, tmp_path: Path, capfd):
     assert "longer than" not in capfd.readouterr().err
     sidecar = open_token_file(tmp_path / "out" / "train.bin").sidecar
     assert (sidecar.vocab_size, sidecar.eot_id, sidecar.dtype) == (50257, 50256, "uint16")
-    texts = documents_of(tmp_path / "out", "train") + documents_of(tmp_path / "out", "val")
+    texts = texts_of(tmp_path / "out")
     assert len(texts) == len(CORPUS) + 1 and set(CORPUS.values()) <= set(texts)
     if real:
         ids = [np.fromfile(tmp_path / "out" / f"{split}.bin", "<u2").tobytes() for split in ("train", "val")]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from prep_helpers import documents_of, texts_of
-from small_run import REPOSITORY
 
 from dsgpt.common.errors import UserError
 from dsgpt.data import blocks, parts, preparation
@@ -91,18 +90,11 @@ def test_what_is_lost_or_changes_before_parts_are_joined_is_an_error(flags, monk
 
 
 @pytest.mark.parametrize("wrong", [["--shuffle"], ["--seed", "2"]])
-def test_merging_with_a_mistake_keeps_the_parts(flags, wrong):
+def test_merging_with_a_mistake_and_small_files_keep_the_parts(flags, wrong):
     many_files()
     main([*flags, "--shard", "1/1"])
     with pytest.raises(UserError, match="is missing or damaged"):
         main([*flags, *wrong], merge=True)
-    main(flags, merge=True)
-    assert len(texts_of(Path("out"))) == 12
-
-
-def test_small_files_keep_the_parts_of_the_full_ones(flags):
-    many_files()
-    main([*flags, "--shard", "1/1"])
     main([*flags, "--num_documents", "5"], small=True)
     main(flags, merge=True)
     assert len(texts_of(Path("out"))) == 12
@@ -165,14 +157,6 @@ def test_a_cut_off_arrow_file_is_named(flags):
     path.write_bytes(data[: len(data) // 2])
     with pytest.raises(UserError, match=r"a\.arrow: .*readable"):
         main([*flags[:-1], "other"])
-
-
-def test_standard_input_with_workers(flags):
-    many_files()
-    words = [sys.executable, str(REPOSITORY / "data_prep" / "preprocess.py"), "--input", "-", *flags[2:]]
-    done = subprocess.run([*words, "--workers", "2"], input=LINE * 9, text=True, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "".join(texts_of(Path("out"))) == LINE * 9
 
 
 def test_a_full_disk_is_named_by_a_worker_too(flags, monkeypatch):
