@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from forked_ranks import launches_fork, run_script
@@ -52,14 +53,10 @@ def test_a_save_that_was_announced_must_not_be_lost(partial, mode, output, step)
     assert kinds.save_cut_off(0, mode, replace(resumed, resumed_from=8), "") == 0
 
 
-def failing(_runs):
-    raise Missed("it ended before step 9")
-
-
 def test_a_fault_that_cannot_be_caused_counts_as_failed(tmp_path, monkeypatch, capsys):
     """One that this machine cannot run does not, but the page lists it."""
     good = kinds.Fault(kind="kill", name="good", attempt=lambda _: faults.Outcome())
-    bad = kinds.Fault(kind="damage", name="bad", attempt=failing)
+    bad = kinds.Fault(kind="damage", name="bad", attempt=Mock(side_effect=Missed("it ended before step 9")))
     left_out = kinds.Fault(kind="disk", name="disk", attempt=lambda _: faults.Outcome(not_run="it may not mount"))
     monkeypatch.setattr(kinds, "core_faults", lambda: [good, bad, left_out])
     options = faults.FaultOptions(core=True, output=tmp_path / "out" / "faults.json")

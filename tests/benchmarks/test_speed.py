@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -148,11 +149,7 @@ def test_targets(result, expected):
 
 def test_a_row_that_fails_loses_no_other_and_rows_without_a_checkout_are_named(tmp_path, monkeypatch, capsys):
     """In record, page and console: else a record without nanoGPT reads as if nothing more was to be compared."""
-
-    def fail(*_):
-        raise UserError("no memory left")
-
-    monkeypatch.setattr(speed.Speed, "_row", fail)
+    monkeypatch.setattr(speed.Speed, "_row", Mock(side_effect=UserError("no memory left")))
     record, page, key = tmp_path / "speed.json", tmp_path / "speed.md", "4-x-256-t-256-b-8-bf16"
     options = speed.SpeedOptions(output=record, page=page, rounds=1, only=(key, "help", "time-to-loss"))
     assert run_suite(speed.Speed, options, repository=REPOSITORY) == 1

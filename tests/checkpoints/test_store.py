@@ -5,6 +5,7 @@ import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -168,10 +169,7 @@ def test_old_checkpoints_are_removed_even_if_latest_cannot_be_written(tmp_path, 
     """On a full disk they take the space that is needed."""
     saved(tmp_path, 5)
 
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(store, "write_atomic", full)
+    monkeypatch.setattr(store, "write_atomic", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         saved(tmp_path, 6, keep=1)
     assert [path.name for path in store.checkpoints(tmp_path)] == ["step-00000006"]

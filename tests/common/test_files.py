@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -144,10 +145,7 @@ def test_links_are_followed_only_on_request(tmp_path: Path):
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOLCK, NoLocksError), (errno.EIO, OSError)])
 def test_missing_locks_and_failing_ones_raise_different_errors(tmp_path: Path, monkeypatch, number, kind):
-    def refuse(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, os.strerror(number))))
     with Lock.of_file(tmp_path / "lock") as lock, pytest.raises(OSError) as refused:
         lock.take()
     assert (type(refused.value), refused.value.errno) == (kind, number)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -90,12 +91,9 @@ def test_another_file_ends_the_run(reader, tmp_path, change, opened, snapshot):
 
 
 def test_a_mount_that_vanishes_behind_a_read_is_named(reader, monkeypatch, tmp_path):
-    def stale(descriptor: int) -> os.stat_result:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
     read(reader)
     with monkeypatch.context() as patch, pytest.raises(TokenFileError) as caught:
-        patch.setattr(os, "fstat", stale)
+        patch.setattr(os, "fstat", Mock(side_effect=OSError(errno.ESTALE, os.strerror(errno.ESTALE))))
         reader.check()
     assert str(caught.value).startswith(f"{tmp_path}/a.bin: cannot be looked at any more (Stale file handle): bring")
 

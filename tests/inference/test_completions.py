@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx2
 import openai
@@ -259,9 +260,6 @@ def test_an_answer_that_takes_too_long_and_an_engine_that_fails(checkpoint_with_
     transport = httpx2.ASGITransport(app=application(completions), raise_app_exceptions=False)
     engine, registry = completions.engine, completions.metrics.registry
 
-    def broken(*_: object, **__: object) -> None:
-        raise RuntimeError
-
     async def ask() -> tuple[httpx2.Response, ...]:
         engine.start()
         async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.2") as client:
@@ -270,7 +268,7 @@ def test_an_answer_that_takes_too_long_and_an_engine_that_fails(checkpoint_with_
             late = await ask_for_text()
             completions.limits = LIMITS
             with monkeypatch.context() as patch:
-                patch.setattr(engine, "submit", broken)
+                patch.setattr(engine, "submit", Mock(side_effect=RuntimeError))
                 unexpected = await ask_for_text()
             monkeypatch.setattr(engine, "_receive", lambda _: None)  # no token arrives before the engine ends
             begun = asyncio.create_task(ask_for_text())

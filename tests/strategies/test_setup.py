@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from small_run import without_paths
@@ -231,17 +232,13 @@ def test_files_of_others_stay(tmp_path, monkeypatch):
 
 def test_a_path_that_cannot_be_used_gives_one_error_line(tmp_path, monkeypatch, snapshot):
     """Of an error without a file name, the line names the folder."""
-
-    def no_locks(handle: int, kind: int) -> None:
-        raise OSError("no locks")
-
     (tmp_path / "file").touch()
     handles, problems = open_handles(), []
     for path in (tmp_path / "file" / "below", tmp_path):
         with pytest.raises(UserError) as caught:
             space(tmp_path, offload_param=path)
         problems.append(without_paths("\n".join(caught.value.problems), tmp_path))
-        monkeypatch.setattr(fcntl, "flock", no_locks)
+        monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError("no locks")))
     assert problems == snapshot
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert open_handles() == handles

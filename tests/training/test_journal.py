@@ -58,10 +58,7 @@ def test_a_busy_machine_is_recorded_and_said(finished_run, tmp_path, monkeypatch
     ],
 )
 def test_a_training_does_not_fail_over_its_inference_figure(finished_run, tmp_path, monkeypatch, capsys, error, line):
-    def failing(*args: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(completion, "measure_latency", failing)
+    monkeypatch.setattr(completion, "measure_latency", Mock(side_effect=error))
     assert train_here(command_line(finished_run, checkpoint_path=tmp_path / "run")) == 0
     assert f"inference   not measured: {line}\n" in capsys.readouterr().out
     assert (read_record(tmp_path / "run")["status"], read_record(tmp_path / "run")["inference"]) == ("completed", None)

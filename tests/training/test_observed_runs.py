@@ -7,6 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -330,10 +331,7 @@ ERRORS = {
 def test_memory_that_runs_out_outside_of_torchs_allocator_is_one_line_too(
     finished_run, tmp_path, monkeypatch, capsys, library
 ):
-    def fails(*_: Any, **__: Any) -> None:
-        raise ERRORS[library]
-
-    monkeypatch.setattr(Baseline, "train_step", fails)
+    monkeypatch.setattr(Baseline, "train_step", Mock(side_effect=ERRORS[library]))
     assert train_here(command_line(finished_run, checkpoint_path=tmp_path / "run")) == EXIT_OUT_OF_MEMORY
     (printed,) = errors(capsys)
     tried = "tried to allocate 67108864 bytes, " if library == "NCCL" else ""

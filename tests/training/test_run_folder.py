@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from small_run import command_line, without_paths, write_inputs
@@ -238,10 +239,7 @@ def test_a_lost_line_is_noticed_beside_a_repeated_one(stopped, finished_run):
 
 
 def test_a_file_system_without_locks_is_reported(finished_run, tmp_path, monkeypatch, capsys, snapshot):
-    def no_locks(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
     assert train_here(command_line(finished_run, checkpoint_path=tmp_path / "run", max_train_steps=1)) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "has no locks" in line]
     assert without_paths(line, tmp_path) == snapshot

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from safetensors.torch import load_file
@@ -129,10 +130,7 @@ def test_a_failure_in_the_background_does_not_keep_the_last_step_from_being_save
 
 
 def test_memory_that_cannot_be_allocated_is_a_failed_save(finished_run, tmp_path, monkeypatch, capsys):
-    def keep(*_: Any, **__: Any) -> None:
-        raise RuntimeError("can't allocate memory")
-
-    monkeypatch.setattr(training_state, "_fill", keep)
+    monkeypatch.setattr(training_state, "_fill", Mock(side_effect=RuntimeError("can't allocate memory")))
     assert trained(finished_run, tmp_path / "run", on_save_failure="continue") == 0
     assert capsys.readouterr().out.count("not saved: rank 0: RuntimeError: can't allocate memory") == 3
     assert checkpoints(tmp_path / "run") == [12]
