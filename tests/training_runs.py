@@ -69,8 +69,15 @@ def train(
     return run_script(SCRIPT, words, ranks=ranks, cwd=run_dir.parent)
 
 
-def resolved(words: Sequence[object], topology: Topology | None = None) -> RunConfig:
-    """The configuration of a run with the flags ``words``; by default of one process without a launcher."""
+def resolved(
+    words: Sequence[object], topology: Topology | None = None, *, ranks: int | None = None, launcher: str = "torchrun"
+) -> RunConfig:
+    """The configuration of a run with the flags ``words``; by default of one process without a launcher.
+
+    With ``ranks`` it is that of rank 0, of so many on one machine.
+    """
+    if ranks:
+        topology = Topology(rank=0, local_rank=0, world_size=ranks, local_world_size=ranks, launcher=launcher)
     options, problems = parse_arguments([str(word) for word in words])
     return resolve(options, topology=topology or read_topology({}), problems=problems)
 

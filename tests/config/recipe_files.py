@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import training_runs
 from small_run import REPOSITORY, command_line
 
 from dsgpt.common.errors import UserError
-from dsgpt.config.options import parse_arguments
 from dsgpt.config.recipe import sound_recipe
-from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.machine.topology import read_topology
+from dsgpt.config.run_config import RunConfig
+from dsgpt.machine.topology import Topology
 
 # Recipe files: change one, read one, list its mistakes.
 
@@ -29,6 +29,5 @@ def problems_of(path: Path) -> list[str]:
 # Resolves a request without training it.
 
 
-def resolved(folder: Path, environment: dict[str, str] | None = None, **changes: Any) -> RunConfig:
-    options, problems = parse_arguments(command_line(folder, **changes))
-    return resolve(options, topology=read_topology(environment or {}), problems=problems)
+def resolved(folder: Path, topology: Topology | None = None, **changes: Any) -> RunConfig:
+    return training_runs.resolved(command_line(folder, **changes), topology)

@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import training_runs
 from recipe_files import resolved
 from small_run import RECIPE, REPOSITORY, TOKENS, command_line, random_ids, write_data, write_recipe, write_tokens
 
@@ -19,10 +20,8 @@ from dsgpt.common.errors import UserError
 from dsgpt.config import compatibility
 from dsgpt.config import options as trackers
 from dsgpt.config.compatibility import ALLOW, KNOWN_BAD, TESTED, KnownBad, nvme_paths
-from dsgpt.config.options import parse_arguments
-from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.config.run_config import RunConfig
 from dsgpt.machine import device
-from dsgpt.machine.topology import Topology
 from dsgpt.planner.setup import model_parameters, total
 from dsgpt.strategies.deepspeed.setup import engine_config
 from dsgpt.training.command import train
@@ -35,9 +34,8 @@ from dsgpt.training.run_folder import ResumePoint
 def asked(folder, *, ranks: int, recipe: dict, **flags) -> RunConfig:
     """A resolved request for ``ranks`` processes; ``recipe`` replaces keys of the small recipe."""
     write_recipe(write_data(folder) / "recipe.json", RECIPE, **recipe)
-    options, problems = parse_arguments(command_line(folder, **{"run_type": "optimized", **flags}))
-    topology = Topology(rank=0, local_rank=0, world_size=ranks, local_world_size=ranks, launcher="deepspeed")
-    return resolve(options, topology=topology, problems=problems)
+    words = command_line(folder, **{"run_type": "optimized", **flags})
+    return training_runs.resolved(words, ranks=ranks, launcher="deepspeed")
 
 
 NVME = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}

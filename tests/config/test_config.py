@@ -64,7 +64,7 @@ def test_a_request_is_refused_or_the_same_work_on_any_ranks(here, request):
     )
     places = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "x"}
     try:
-        config = resolved(here, places, run_type="ddp", max_train_steps=None, **flags)
+        config = resolved(here, read_topology(places), run_type="ddp", max_train_steps=None, **flags)
     except UserError as error:
         assert not splits
         assert len(error.problems) == 1 and str(total) in error.problems[0]

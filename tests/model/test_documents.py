@@ -23,7 +23,6 @@ from dsgpt.benchmarks import stand_in_gpu
 from dsgpt.benchmarks.cells import Corpus
 from dsgpt.common.errors import UserError
 from dsgpt.config.compatibility import ALLOW_MASKS
-from dsgpt.machine.topology import Topology
 from dsgpt.model import gpt2
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2, initialize
@@ -172,10 +171,9 @@ def test_what_cannot_mask_says_so(tmp_path, case, snapshot):
     sidecar = tmp_path / "val.json"
     sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | changes.pop("sidecar", {})))
     ranks = changes.pop("ranks", 1)
-    topology = Topology(rank=0, local_rank=0, world_size=ranks, local_world_size=ranks, launcher="torchrun")
     words = command_line(tmp_path, mask_documents=True, run_type="optimized", **changes)
     with pytest.raises(UserError) as caught:
-        resolved(words, topology)
+        resolved(words, ranks=ranks)
     assert [without_paths(line, tmp_path) for line in caught.value.problems] == snapshot
 
 

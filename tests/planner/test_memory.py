@@ -11,14 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_run import REPOSITORY, command_line, write_inputs
+from training_runs import resolved
 
 from dsgpt.benchmarks.plan import cells
 from dsgpt.benchmarks.plan_rank import TensorMemory
 from dsgpt.checkpoints.training_state import write_shards
-from dsgpt.config.options import parse_arguments
-from dsgpt.config.run_config import resolve
 from dsgpt.machine.device import bring_up
-from dsgpt.machine.topology import read_topology
 from dsgpt.model import linear_cross_entropy
 from dsgpt.model.config import PRESETS, GPT2Config, decays
 from dsgpt.model.gpt2 import parameter_shapes
@@ -158,8 +156,7 @@ def test_a_measured_peak_is_predicted(tmp_path, moment, changes):
     Never under, and at most 6% over. Without a LayerNorm's output in every block it would be under.
     """
     shape = {"num_layers": 3, "num_heads": 4, "embedding_size": 64, "vocab_size": 4000, "max_train_steps": 5}
-    options, problems = parse_arguments(command_line(write_inputs(tmp_path), **shape | changes))
-    config = resolve(options, topology=read_topology(), problems=problems)
+    config = resolved(command_line(write_inputs(tmp_path), **shape | changes))
     with contextlib.ExitStack() as stack:
 
         def measured(name: str) -> contextlib.AbstractContextManager[None]:

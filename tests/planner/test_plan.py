@@ -14,14 +14,12 @@ from pathlib import Path
 import pytest
 from planner_records import RECORD
 from small_run import REPOSITORY, SEQUENCE, VOCABULARY
+from training_runs import resolved
 
 from dsgpt.common.errors import EXIT_USER_ERROR, Problems, UserError
 from dsgpt.common.json_files import parse_as, read_as
 from dsgpt.common.text import divisors
 from dsgpt.config.compatibility import ALLOW_MASKS, check_split
-from dsgpt.config.options import parse_arguments
-from dsgpt.config.run_config import resolve
-from dsgpt.machine.topology import Topology
 from dsgpt.planner.hardware import gpus, read_prices
 from dsgpt.planner.options import read_plan_options
 from dsgpt.planner.plan import Plan, held_in_words, plan_of
@@ -466,10 +464,8 @@ def test_training_accepts_every_recipe_that_could_be_recommended(here, devices):
         _, command, _ = written(plan)
         words = shlex.split(command.read_text().splitlines()[-1])
         script, launcher, setup = words.index("src/gpt2.py"), words[1], plan.setup
-        options, problems = parse_arguments(words[script + 1 : -1])
         ranks = 1 if launcher == "python" else int(words[script - 1])
-        topology = Topology(rank=0, local_rank=0, world_size=ranks, local_world_size=ranks, launcher=launcher)
-        config = resolve(options, topology=topology, problems=problems)
+        config = resolved(words[script + 1 : -1], ranks=ranks, launcher=launcher)
         batch = (setup.micro_batch_size, setup.gradient_accumulation_steps)
         assert (config.batch.micro_batch_size, config.batch.gradient_accumulation_steps) == batch
         assert config.activation_checkpointing == setup.activation_checkpointing

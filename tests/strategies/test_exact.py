@@ -19,7 +19,6 @@ from dsgpt.benchmarks import exact
 from dsgpt.benchmarks.cells import Corpus
 from dsgpt.benchmarks.frame import run_suite
 from dsgpt.common.errors import UserError
-from dsgpt.machine.topology import Topology
 from dsgpt.record.equal_work import equal_loss_line, judge
 from dsgpt.record.runs import read_run
 from dsgpt.strategies.exact import LARGEST, ExactSums, _Sum
@@ -188,8 +187,7 @@ def test_what_cannot_be_exact_says_so(tmp_path, case, snapshot):
     changes = dict(CASES[case])
     write_recipe(write_data(tmp_path) / "recipe.json", **changes.pop("recipe", {}))
     ranks = changes.pop("ranks", 1)
-    topology = Topology(rank=0, local_rank=0, world_size=ranks, local_world_size=ranks, launcher="torchrun")
     with pytest.raises(UserError) as caught:
-        resolved(command_line(tmp_path, exact=True, run_type="optimized", **changes), topology)
+        resolved(command_line(tmp_path, exact=True, run_type="optimized", **changes), ranks=ranks)
     lines = [line for line in caught.value.problems if line.startswith("--exact")]
     assert lines == snapshot
