@@ -13,7 +13,7 @@ import pytest
 from forked_ranks import launches_fork, start_server
 from hypothesis import settings
 from scheduling import SHARED, folder_of, pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
-from small_run import REPOSITORY, command_line, write_data, write_inputs, write_recipe
+from small_run import REPOSITORY, command_line, random_ids, write_data, write_inputs, write_recipe, write_tokens
 from system_packages import MAY_LACK, command, lacking
 
 from dsgpt.benchmarks.cells import Corpus, cut_validation, prepare_corpus
@@ -66,6 +66,14 @@ def corpus(tmp_path_factory) -> Corpus:
     with launches_fork():
         whole = prepare_corpus(REPOSITORY, tmp_path_factory.mktemp("corpus"))
     return cut_validation(whole)
+
+
+@pytest.fixture(scope="session")
+def short_documents(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Token files with documents of 16 ids in the mean."""
+    folder = tmp_path_factory.mktemp("short-documents")
+    train, val = (write_tokens(folder / f"{n}.bin", random_ids(4000, seed=n, below=16), eot_id=3) for n in range(2))
+    return Corpus(train=train, val=val)
 
 
 @pytest.fixture(scope="session")

@@ -7,16 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from small_run import (
-    END_OF_TEXT,
-    VOCABULARY,
-    command_line,
-    random_ids,
-    without_paths,
-    write_data,
-    write_recipe,
-    write_tokens,
-)
+from small_run import END_OF_TEXT, VOCABULARY, command_line, random_ids, without_paths, write_data, write_recipe
 from training_runs import assert_same_training, errors, finished, read_record, resolved, train, write_optimizer_recipe
 
 from dsgpt.benchmarks import stand_in_gpu
@@ -103,17 +94,9 @@ MASKED = ("--mask_documents", "--max_train_steps", "3", "--no_inference")
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Documents of 16 ids in the mean."""
-    folder = tmp_path_factory.mktemp("texts")
-    train, val = (write_tokens(folder / f"{n}.bin", random_ids(4000, seed=n, below=16), eot_id=3) for n in range(2))
-    return Corpus(train=train, val=val)
-
-
-@pytest.fixture(scope="module")
-def baseline(texts: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def baseline(short_documents: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("masked")
-    finished(train(folder / "run", texts, write_optimizer_recipe(folder / "recipe.json"), *MASKED))
+    finished(train(folder / "run", short_documents, write_optimizer_recipe(folder / "recipe.json"), *MASKED))
     return folder / "run"
 
 
@@ -122,9 +105,9 @@ def baseline(texts: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [("fsdp", 1, {}), ("optimized", 3, {}), ("optimized", 1, {"tensor_parallel": {"autotp_size": 2}})],
     ids=["fsdp", "zero3", "tensor"],
 )
-def test_two_ranks_train_what_one_does(baseline, texts, tmp_path, run_type, stage, more):
+def test_two_ranks_train_what_one_does(baseline, short_documents, tmp_path, run_type, stage, more):
     recipe = write_optimizer_recipe(tmp_path / "recipe.json", stage=stage, **more)
-    finished(train(tmp_path / "run", texts, recipe, *MASKED, ranks=2, run_type=run_type))
+    finished(train(tmp_path / "run", short_documents, recipe, *MASKED, ranks=2, run_type=run_type))
     assert_same_training(baseline, tmp_path / "run", loss=1e-5, norm=1e-4)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import training_runs
 from forked_ranks import launches_fork
-from small_run import REPOSITORY, command_line, random_ids, write_data, write_recipe, write_tokens
+from small_run import REPOSITORY, command_line, write_data, write_recipe
 from torch import nn
 from training_runs import finished, read_lines, read_record, resolved, roll_back, train, write_optimizer_recipe
 
@@ -37,23 +37,16 @@ LONG = {
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    folder = tmp_path_factory.mktemp("texts")
-    train, val = (write_tokens(folder / f"{n}.bin", random_ids(4000, seed=n, below=16), eot_id=3) for n in range(2))
-    return Corpus(train=train, val=val)
-
-
-@pytest.fixture(scope="module")
-def baseline(texts: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def baseline(short_documents: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one rank. With 66 columns and a batch of 24, no shard and no mean is even; kernels cut sums over 264."""
-    return ran(tmp_path_factory.mktemp("exact"), texts, "baseline", 1, None, {})
+    return ran(tmp_path_factory.mktemp("exact"), short_documents, "baseline", 1, None, {})
 
 
-def ran(folder: Path, texts: Corpus, run_type: str, stage: int, ranks: int | None, more: dict, *flags: str) -> Path:
+def ran(folder: Path, corpus: Corpus, run_type: str, stage: int, ranks: int | None, more: dict, *flags: str) -> Path:
     """The folder of a run of three steps."""
     recipe = write_optimizer_recipe(folder / "recipe.json", stage=stage, train_batch_size=24, **more)
     words = (*FLAGS, "--embedding_size", "66", *flags)
-    finished(train(folder / "run", texts, recipe, *words, ranks=ranks, run_type=run_type))
+    finished(train(folder / "run", corpus, recipe, *words, ranks=ranks, run_type=run_type))
     return folder / "run"
 
 
@@ -64,8 +57,8 @@ def hash_of(run: Path) -> str:
 @pytest.mark.parametrize(
     "case", [*SHORT, *(pytest.param(name, marks=pytest.mark.long, id=name) for name in LONG)], ids=str
 )
-def test_every_strategy_ends_with_the_same_bits(baseline, texts, tmp_path, case):
-    run = ran(tmp_path, texts, *(SHORT | LONG)[case])
+def test_every_strategy_ends_with_the_same_bits(baseline, short_documents, tmp_path, case):
+    run = ran(tmp_path, short_documents, *(SHORT | LONG)[case])
     assert hash_of(run) == hash_of(baseline)
     for key in ("loss", "val_loss"):
         assert [line[key] for line in read_lines(run, key)] == [line[key] for line in read_lines(baseline, key)]
@@ -75,15 +68,15 @@ def test_every_strategy_ends_with_the_same_bits(baseline, texts, tmp_path, case)
     assert "largest difference per step 0 in training" in equal_loss_line(*runs)
 
 
-def test_a_resume_on_other_ranks_too(baseline, texts, tmp_path):
+def test_a_resume_on_other_ranks_too(baseline, short_documents, tmp_path):
     left = roll_back(baseline, tmp_path / "run", 2)
-    assert hash_of(ran(tmp_path, texts, "fsdp", 1, 2, {}, "--resume")) == hash_of(baseline)
+    assert hash_of(ran(tmp_path, short_documents, "fsdp", 1, 2, {}, "--resume")) == hash_of(baseline)
     assert read_record(left)["resumed_from"] == "step-00000002"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", ["ddp", "zero3"])
-def test_without_the_grid_the_bits_depend_on_the_ranks(baseline, texts, tmp_path, monkeypatch, case):
+def test_without_the_grid_the_bits_depend_on_the_ranks(baseline, short_documents, tmp_path, monkeypatch, case):
     """The planted bug; and what is not the same is said so."""
     script = tmp_path / "planted.py"
     script.write_text(
@@ -92,8 +85,8 @@ def test_without_the_grid_the_bits_depend_on_the_ranks(baseline, texts, tmp_path
         f"runpy.run_path({training_runs.SCRIPT!r}, run_name='__main__')\n"
     )
     monkeypatch.setattr(training_runs, "SCRIPT", str(script))
-    runs = [ran(tmp_path / name, texts, *values) for name, values in (("one", ("baseline", 1, None, {})),)]
-    runs.append(ran(tmp_path / "two", texts, *SHORT[case]))
+    runs = [ran(tmp_path / name, short_documents, *values) for name, values in (("one", ("baseline", 1, None, {})),)]
+    runs.append(ran(tmp_path / "two", short_documents, *SHORT[case]))
     assert len({hash_of(run) for run in runs}) == 2
     assert judge([read_run(run, name=run.parent.name) for run in runs]).line() == "same work: yes, not to the bit"
 
