@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from git_repository import commit_all, commit_of, write
 
-from dsgpt.benchmarks import suites
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, run_suite
+from dsgpt.benchmarks import frame, suites
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from, run_suite
 from dsgpt.common.errors import UserError
 
 # What the commands of all suites share: lines, record, page, commit, exit code.
@@ -68,6 +68,57 @@ def test_record_and_page_say_which_sources_changed_and_when(tmp_path):
     assert "1 of 1 sources had changed: src/gpt2.py." in made(table_from=output)[1]
     with pytest.raises(UserError, match="exists already: give a new folder"):
         run_suite(Nothing, NoneOptions(output=output, keep=tmp_path), repository=tmp_path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowingOptions(NoneOptions):
+    minutes: float = 40.0
+    numbers: tuple[int, ...] = (1, 2, 3)
+
+
+class Growing(Nothing):
+    """A suite whose record grows in blocks. Its results are its numbers."""
+
+    counted, page = "numbers", staticmethod(lambda record, *, source: made_from(record, source=source, name="parity"))
+
+    def plan(self) -> int:
+        names = [f"n{number}" for number in self.options.numbers]
+        self._earlier = self.kept(self.earlier.get("numbers", ()), names)
+        self._left = [number for number in self.options.numbers if f"n{number}" not in self._earlier]
+        return len(self._left)
+
+    def results(self) -> Iterator[int]:
+        return iter(self._left)
+
+    def record(self, results: Sequence[int]) -> Record:
+        return {"numbers": [*self._earlier.values(), *({"name": f"n{number}"} for number in results)]}
+
+
+def test_a_record_that_grows_names_the_commit_of_each_block_and_is_as_old_as_the_first(tmp_path, monkeypatch):
+    write(tmp_path, "src/gpt2.py")
+    commit_all(tmp_path)
+    first, output = commit_of(tmp_path), tmp_path / "out" / "record.json"
+
+    def made(busy: float, **more: Any) -> tuple[Record, str]:
+        monkeypatch.setattr(frame.LoadOfOthers, "figures", lambda _: {"cpu_share_of_others": busy})
+        assert run_suite(Growing, GrowingOptions(output=output, **more), repository=tmp_path) == 0
+        return json.loads(output.read_text()), output.with_suffix(".md").read_text()
+
+    record, _ = made(0.9, minutes=0.0)
+    assert [one["name"] for one in record["numbers"]] == ["n1"]
+    write(tmp_path, "src/gpt2.py", text="other")
+    commit_all(tmp_path)
+    made(0.1)
+    record, text = made(0.0)  # nothing is left to do
+    assert [(one["git_commit"], one["numbers"]) for one in record["blocks"]] == [(first, 1), (commit_of(tmp_path), 2)]
+    assert f"Commits `{first[:12]}`, `{commit_of(tmp_path)[:12]}`, " in text
+    assert "1 of 1 sources had changed: src/gpt2.py." in text
+    assert "other processes used 90% of the CPUs" in text
+    with pytest.raises(UserError, match=r"has 2 results that this command does not plan, such as n1: give the same"):
+        made(0.0, numbers=(3, 4))
+    output.write_text("{broken")
+    with pytest.raises(UserError, match=r"--output .*record\.json: .*give another file"):
+        made(0.0)
 
 
 # `src/benchmark.py` has a flag for every option of every suite.

@@ -32,6 +32,12 @@ def test_a_description_on_some_devices_keeps_its_baseline(tmp_path):
         sweep_cells.read_description(file, devices=(2,))
 
 
+def test_a_flag_of_a_cell_may_have_a_value_with_an_equals_sign():
+    flags = ["--train_data_path=a=1/t.bin", "--deepspeed_config", "a=1/x.json", "--seed=1", "--seed", "2"]
+    found = [sweep_cells.value_of(flags, f"--{name}") for name in ("train_data_path", "deepspeed_config", "seed", "x")]
+    assert found == ["a=1/t.bin", "a=1/x.json", "2", None]
+
+
 def test_every_repeat_has_all_cells_in_an_order_that_the_seed_alone_draws_and_more_repeats_continue_it():
     turns = ordered_turns(CELLS, repeats=4, seed=3)
     orders = [[turn.cell.name for turn in turns if turn.repeat == repeat] for repeat in (1, 2, 3, 4)]

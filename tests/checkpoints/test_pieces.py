@@ -261,7 +261,7 @@ def test_files_that_another_rank_did_not_finish_are_not_published(tmp_path, harm
         file.write_bytes(file.read_bytes()[:-1])
     else:
         file.unlink()
-    state = RunState(step=5, samples_seen=40, best_val_loss=None, epochs=[])
+    state = RunState(step=5, samples_seen=40, best_val_loss=None, epochs=[], segments=[])
     with pytest.raises(OSError, match=r"optimizer-00002\.safetensors"):
         store.publish(tmp_path, folder, state=state, about={}, written=facts)
     assert store.checkpoints(tmp_path) == []

@@ -37,7 +37,7 @@ def begun(run_dir: Path, step: int, *, data: bytes = b"weights") -> Path:
 
 
 def published(run_dir: Path, folder: Path, step: int, **values: Any) -> Path:
-    state = {"samples_seen": 8 * step, "best_val_loss": 1.5, "epochs": [EPOCH], "changes": [CHANGE]}
+    state = {"samples_seen": 8 * step, "best_val_loss": 1.5, "epochs": [EPOCH], "changes": [CHANGE], "segments": []}
     about = {"strategy": "test", "fixed": values.pop("fixed", {})}
     return store.publish(run_dir, folder, state=RunState(step=step, **state | values), about=about, written={})
 

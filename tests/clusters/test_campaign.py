@@ -1,6 +1,7 @@
 """The campaign of cluster faults: what is drawn, a part of it, its blocks, and its page."""
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -67,11 +68,12 @@ def test_a_campaign_continues_where_it_was_interrupted(tmp_path, monkeypatch, ca
 
         def attempt(self, fault):
             asked.append(fault.index)
+            time.sleep(0.1 * (fault.index + 1) * (asked[0] is None))
             if fault.index == 2 and len(asked) == 3:
                 raise KeyboardInterrupt
             return Outcome(wrong="a weight differs by 1" if fault.index == 1 else "", named=fault.index != 3)
 
-    asked: list[int] = []
+    asked: list[int | None] = []
     monkeypatch.setattr(clusters_runs, "ClusterRuns", Runs)
     options = ClusterOptions(faults=3, at_once=1, output=tmp_path / "clusters.json")
     with pytest.raises(KeyboardInterrupt):
@@ -86,3 +88,7 @@ def test_a_campaign_continues_where_it_was_interrupted(tmp_path, monkeypatch, ca
     assert "named in **4 of 5**" in page
     assert run_suite(Clusters, replace(options, again=True, minutes=0.0), repository=REPOSITORY) == 1
     assert len(json.loads(options.output.read_text())["faults"]) == 4
+    asked[:] = [None]  # two faults are still running when the first one and the time are over
+    late = replace(options, at_once=3, minutes=0.001, output=tmp_path / "late.json")
+    assert run_suite(Clusters, late, repository=REPOSITORY) == 1
+    assert [fault["index"] for fault in json.loads(late.output.read_text())["faults"]] == [0, 1, 2]

@@ -400,6 +400,8 @@ def test_collectives_that_wait_for_a_thread_of_gloo_last_until_it_has_ended_them
     times = times_on_cpu(events, sleeping_sec=[20.0])
     assert times.operations == {"all_reduce": [4, pytest.approx(4.8), pytest.approx(7.6)], "all_gather": [1.5]}
     assert times.exposed_sec == 8
+    with pytest.raises(ValueError, match="longer"):  # a step of which nobody knows how long its thread slept
+        times_on_cpu(events, sleeping_sec=[])
 
 
 def test_on_a_gpu_communication_is_exposed_where_nothing_else_runs():

@@ -4,6 +4,7 @@ The reference runs differ in their seeds alone. At each step they have a mean an
 which a further seed is with a probability of 99%. A run is judged by its smoothed loss.
 """
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,6 +191,8 @@ class Band(frame.Suite[BandOptions, dict[str, Any]]):
         for size, steps in self._sizes.items():
             for seed in SEEDS:
                 folder = self._runs / f"{size}-{seed}"
+                if frame.record_changes(_record_of(folder), self.name, repository=self.repository).line():
+                    shutil.rmtree(folder, ignore_errors=True)  # an earlier call trained it from other sources
                 if not (folder / COMPLETE_FILE).exists():
                     recipe = self.repository / f"ds_configs/sizes/{size}.json"
                     values = cells.file_values(self._corpus, recipe=recipe, run_dir=folder)
@@ -198,7 +201,9 @@ class Band(frame.Suite[BandOptions, dict[str, Any]]):
                     values |= {"resume": True} if folder.exists() else {}
                     train(values | {"save_every": 50}, repository=self.repository, what=f"{size}, seed {seed}")
                 run = read_run(folder, name=f"{size}, seed {seed}")
-                yield {"size": size, "seed": seed, "folder": folder, "work": dict(run.work), "losses": losses_of(run)}
+                seconds = _record_of(folder)["summary"]["total_wall_time_sec"]
+                facts = {"size": size, "seed": seed, "folder": folder, "seconds": seconds}
+                yield facts | {"work": dict(run.work), "losses": losses_of(run)}
 
     def line(self, result: dict[str, Any], *, count: str, left: str) -> str:
         return f"{count} {result['size']}, seed {result['seed']}: last loss {result['losses'][-1]:.3f}{left}"
@@ -218,11 +223,19 @@ class Band(frame.Suite[BandOptions, dict[str, Any]]):
             ]
             text = source_of(own[0]["folder"])
             sizes[size] = {"outside_the_others": outside, "steps": steps, "source": text, "work": work, "band": band}
-        return {"seeds": list(SEEDS), "sizes": sizes}
+        return {"seconds": round(sum(one["seconds"] for one in results), 1), "seeds": list(SEEDS), "sizes": sizes}
 
     def failures(self, record: frame.Record) -> list[str]:
         """Seeds that the band of the other seeds would call not normal: it is too narrow."""
         return [f"{size}, seed {seed}" for size, one in record["sizes"].items() for seed in one["outside_the_others"]]
+
+
+def _record_of(folder: Path) -> frame.Record:
+    """The record of a training; empty if it has none yet."""
+    try:
+        return read_object(folder / RECORD_FILE)
+    except JsonError:
+        return {}
 
 
 def judge_run(options: BandOptions) -> int:

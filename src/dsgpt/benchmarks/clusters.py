@@ -314,7 +314,7 @@ class Clusters(frame.Suite[ClusterOptions, tuple[Fault, Outcome]]):
     """
 
     name, record_of, schema_version, unit = "clusters", "the campaign of cluster faults", "1.0", "fault"
-    counted = "faults"
+    counted, drains = "faults", True
     flags, page, summary = ClusterOptions, staticmethod(clusters_page), staticmethod(summary_lines)
 
     def plan(self) -> int:

@@ -239,7 +239,7 @@ class Faults(frame.Suite[FaultOptions, Outcome]):
 
     Examples:
       .venv/bin/python src/benchmark.py faults
-      .venv/bin/python src/benchmark.py faults --kills 40 --seed 1
+      .venv/bin/python src/benchmark.py faults --kills 40 --seed 1 --output checkpoint/faults/seed-1.json
       .venv/bin/python src/benchmark.py faults --table-from checkpoint/faults/faults.json
     """
 
@@ -251,7 +251,8 @@ class Faults(frame.Suite[FaultOptions, Outcome]):
 
         options = self.options
         self._faults = core_faults() if options.core else all_faults(kills=options.kills, seed=options.seed)
-        self._earlier = {one["name"]: one for one in self.earlier.get("faults", ()) if one["status"] == "passed"}
+        passed = [one for one in self.earlier.get("faults", ()) if one["status"] == "passed"]
+        self._earlier = self.kept(passed, [fault.name for fault in self._faults])
         self._todo = [fault for fault in self._faults if fault.name not in self._earlier]
         return len(self._todo)
 

@@ -5,7 +5,7 @@ import statistics
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,7 +16,17 @@ from dsgpt.common.command_line import choice, flag, value
 from dsgpt.common.errors import EXIT_DONE, UserError
 from dsgpt.common.files import write_atomic, write_json_atomic
 from dsgpt.common.json_files import JsonError, clipped_text, read_object
-from dsgpt.common.text import BUSY, NO_DIFFERENCE, bullets, busy_words, machine_words, next_line, no_difference, table
+from dsgpt.common.text import (
+    BUSY,
+    NO_DIFFERENCE,
+    bullets,
+    busy_words,
+    counted,
+    machine_words,
+    next_line,
+    no_difference,
+    table,
+)
 from dsgpt.machine.console import Console
 from dsgpt.record.provenance import SourceChanges, changes_since, git_commit, marked, training_sources
 from dsgpt.record.schema import finite, percentile
@@ -72,13 +82,20 @@ def record_sources(name: str) -> list[str]:
 
 
 def record_changes(record: Mapping[str, Any], name: str, *, repository: Path) -> SourceChanges:
-    """Changes of the sources of ``record``, the content of the record ``name``, since it was made."""
-    return changes_since(record.get("git_commit"), record_sources(name), repository=repository)
+    """Changes of the sources of ``record``, the content of the record ``name``, since its oldest result was made."""
+    return changes_since(blocks_of(record)[0].get("git_commit"), record_sources(name), repository=repository)
 
 
 # Reads records and writes their pages.
 
 Record = dict[str, Any]
+
+
+def blocks_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What made a record, each with its commit and time: the commands of one that grows in blocks, else itself."""
+    return record.get("blocks") or [record]
+
+
 MAX_BYTES = 256 << 20
 T = TypeVar("T")
 
@@ -148,11 +165,13 @@ def made_from(record: Mapping[str, Any], *, source: str, name: str, page: str = 
         page: the name of its page, if that is another.
     """
     hardware, env = record["hardware"], record["env"]
+    commits = [*dict.fromkeys(str(block["git_commit"]) for block in blocks_of(record))]
+    made = f"Commit `{commits[0]}`" if len(commits) == 1 else f"Commits {', '.join(f'`{one[:12]}`' for one in commits)}"
     return f"""{generated_by(source, name, page=page)}
 
 Machine: {machine_words(hardware)}; {hardware["device"]}.
 Python {env["python_version"]}, torch {env["torch_version"]}, DeepSpeed {env["deepspeed_version"]}.
-Commit `{record["git_commit"]}`, {record["timestamp_utc"]}. It took {record["seconds"] / 60:.0f} minutes."""
+{made}, {record["timestamp_utc"]}. It took {record["seconds"] / 60:.0f} minutes."""
 
 
 def filled(name: str, fields: Mapping[str, Any], *, record_at: str = "", page: str = "", **more: object) -> str:
@@ -302,6 +321,8 @@ class Suite(ABC, Generic[O, R]):
     counted: ClassVar[str] = ""
     """The key of the results in a record that grows in blocks: each result is written as it comes, none begins after
     ``--minutes``, and a repeated command with the same ``--output`` continues. Empty if a record is made at once."""
+    drains: ClassVar[bool] = False
+    """Whether ``results`` begins nothing after ``--minutes`` by itself, and then waits for what it has begun."""
     names: ClassVar[str] = ""
     """The last line of its help: names that its flags take. The docstring of the class is the help."""
     page: ClassVar[Callable[..., str]]
@@ -316,7 +337,23 @@ class Suite(ABC, Generic[O, R]):
         self.earlier: Record = {}
         """The record that a suite in blocks continues; empty if there is none."""
         if self.counted and options.output.exists():
-            self.earlier = read_object(options.output, max_bytes=MAX_BYTES)
+            try:
+                self.earlier = read_object(options.output, max_bytes=MAX_BYTES)
+            except JsonError as error:
+                cure = "it cannot be continued: remove it, or give another file"
+                raise UserError(f"--output {options.output}: {error}: {cure}") from error
+
+    def kept(self, results: Iterable[Record], planned: Collection[str]) -> dict[str, Record]:
+        """Earlier ``results`` by name, which stay in the record.
+
+        Raises:
+            UserError: one is not in ``planned``: a command with other flags made it, and it would be lost.
+        """
+        by_name = {one["name"]: one for one in results}
+        if lost := sorted(by_name.keys() - {*planned}):
+            more = f"{counted(len(lost), 'result')} that this command does not plan, such as {lost[0]}"
+            raise UserError(f"--output {self.options.output}: has {more}: give the same flags, or another file")
+        return by_name
 
     @abstractmethod
     def plan(self) -> int:
@@ -399,12 +436,14 @@ def run_suite(suite: type[Suite[O, R]], options: O, *, repository: Path) -> int:
         seconds = round(time.perf_counter() - started, 1)
         head = record_head(suite.schema_version, device=getattr(options, "device", "cpu"))
         head["git_commit"] = marked(commit, sources, repository=repository)  # marked if a source has changed meanwhile
-        block = {key: head[key] for key in ("git_commit", "timestamp_utc")}
-        blocks = [*run.earlier.get("blocks", ()), block | {"seconds": seconds, suite.counted: len(results)}]
+        figures: Record = {**load.figures()}
         if suite.counted:
+            block = {key: head[key] for key in ("git_commit", "timestamp_utc")} | {"seconds": seconds} | figures
+            blocks = [*run.earlier.get("blocks", ()), *([block | {suite.counted: len(results)}] if results else ())]
             seconds = round(sum(one["seconds"] for one in blocks), 1)
-            head["blocks"] = blocks
-        record: Record = finite(head | {"seconds": seconds} | run.record(results) | load.figures())
+            busiest = max([figures, *blocks], key=lambda one: one.get("cpu_share_of_others") or 0.0)
+            head["blocks"], figures = blocks, {key: busiest.get(key) for key in figures}
+        record: Record = finite(head | {"seconds": seconds} | figures | run.record(results))
         output.parent.mkdir(parents=True, exist_ok=True)
         write_json_atomic(output, record)
         return record
@@ -421,7 +460,7 @@ def run_suite(suite: type[Suite[O, R]], options: O, *, repository: Path) -> int:
             console.say(run.line(result, count=f"[{len(results):>{len(str(total))}}/{total}]", left=left))
             if suite.counted:
                 write()
-                if time.perf_counter() - started > 60 * minutes:
+                if time.perf_counter() - started > 60 * minutes and not suite.drains:
                     break
         record = write()
     failures = run.failures(record)

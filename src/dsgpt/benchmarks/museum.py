@@ -292,8 +292,7 @@ def museum_page(record: frame.Record, *, source: str) -> str:
     """
     exhibits = [one for one in record["exhibits"] if one["status"] != "absent"]
     caught = sum(one["status"] == "caught" for one in exhibits)
-    blocks = ", ".join(f"{block['exhibits']} at `{str(block['git_commit'])[:12]}`" for block in record["blocks"])
-    head = frame.filled("museum", record, record_at=source, caught=caught, shown=len(exhibits), commits=blocks)
+    head = frame.filled("museum", record, record_at=source, caught=caught, shown=len(exhibits))
     header = ["bug", "what it did to users", "mechanism", "check that notices it, and by what margin", "after steps"]
     rows = [
         [_link(one), one["effect"], _mechanism(one), _margin(one), "" if one["step"] is None else one["step"]]

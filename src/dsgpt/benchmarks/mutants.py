@@ -315,6 +315,7 @@ def _serve_ranks(folder: Path, coverage: Any) -> None:
     if not os.fork():
         os.close(writer)
         os.dup2(reader, 0)
+        os.environ.clear()  # also of variables of a launcher around this command
         os.environ.update(child_environment("cpu"))
         if coverage:
             end = os._exit
@@ -432,7 +433,8 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
         self._sums = {file: sha256_of(package / file) for file in FILES}
         self._chosen = sample(self._sources, count=self.options.mutants, seed=self.options.seed)
         earlier = self.earlier.get("mutants", ())
-        self._earlier = {one["name"]: one for one in earlier if one["sha256"] == self._sums.get(one["file"])}
+        same = [one for one in earlier if one["sha256"] == self._sums.get(one["file"])]
+        self._earlier = self.kept(same, [mutant.name for mutant in self._chosen])
         again = {one["name"] for one in _survived([*self._earlier.values()])}
         files = frame.selected({file: file for file in FILES}, self.options.only)
         names = again if self.options.survivors else {mutant.name for mutant in self._chosen} - self._earlier.keys()

@@ -102,8 +102,11 @@ def _demo() -> CommittedRecord:
     )
 
 
+_WHOLE = ("--minutes", "1440")
 _OTHERWISE = {
-    "clusters": _suite("clusters", page="clusters-campaign"),
+    "clusters": _suite("clusters", *_WHOLE, page="clusters-campaign"),
+    "faults": _suite("faults", *_WHOLE),
+    "museum": _suite("museum", *_WHOLE),
     "plan": _suite("plan", page="planner"),
     "speed": _suite("speed", "--rounds", "3"),
     "recipes": _suite("recipes", page="recipe-search"),
@@ -172,6 +175,9 @@ def remake_records(
             print(f"{count}: remaking it, because {why}; {_expected([record], repository)}", flush=True)
             work, trained = repository / WORK, frame.TRAINED.as_posix()
             shutil.rmtree(work / record.name, ignore_errors=True)  # earlier runs, which would be resumed
+            if _why_old(record, repository, WORK):  # a record that grows in blocks would be continued
+                for made in record.files:
+                    (work / made).unlink(missing_ok=True)
             others = ("--peer", *peers) if peers and record.name in WITH_PEERS else ()
             demo_first = [("src/demo.py",)] if trained in record.make and not (repository / trained).exists() else []
             for command in (*demo_first, (*record.make, *others)):

@@ -85,7 +85,8 @@ class SweepPlan:
 
 def value_of(flags: Sequence[str], flag: str) -> str | None:
     """The word behind the last ``flag``, or behind ``flag=``; None if it is not given."""
-    return dict(itertools.pairwise(part for word in flags for part in word.split("=", maxsplit=1))).get(flag)
+    words = itertools.chain.from_iterable(word.split("=", maxsplit=word.startswith("--")) for word in flags)
+    return dict(itertools.pairwise(words)).get(flag)
 
 
 def on_devices(what: str, devices: int) -> str:

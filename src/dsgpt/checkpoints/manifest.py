@@ -399,8 +399,8 @@ class RunState:
     """Checkpoints that could not be written so far."""
     changes: list[Change] = field(default_factory=list)
     """Every change at a resume so far."""
-    segments: list[Segment] = field(default_factory=list)
-    """The processes of the run so far; empty in checkpoints from before segments were recorded."""
+    segments: list[Segment]
+    """The processes of the run so far."""
 
     @property
     def val_loss(self) -> float | None:

@@ -139,7 +139,8 @@ def times_on_cpu(events: Iterable[Event], *, sleeping_sec: Sequence[float]) -> C
     steps = [event.span for event in ours if event.name == STEP_RANGE]
     calls = _calls([event for event in ours if _is_in(steps, event)])
     lasting = [overlap([call for _, call in calls], [step]) for step in steps]
-    return _times(steps, calls, communication_sec=sum(lasting), exposed_sec=sum(map(min, sleeping_sec, lasting)))
+    exposed = sum(min(pair) for pair in zip(sleeping_sec, lasting, strict=True))
+    return _times(steps, calls, communication_sec=sum(lasting), exposed_sec=exposed)
 
 
 def _calls(events: Sequence[Event]) -> list[tuple[str, Span]]:
