@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from forked_ranks import run_script
 from small_run import REPOSITORY, command_line
-from training_runs import SCRIPT, finished, read_lines
+from training_runs import SCRIPT, finished, read_lines, read_record
 
 FOLDER = Path(__file__).with_name("old_checkpoints")
 SAVED, LAST = 4, 8
@@ -42,6 +42,7 @@ def test_resumed(folder, run, way):
     finished(run_script(SCRIPT, words, ranks=ranks, cwd=folder))
     losses = [line["loss"] for line in read_lines(folder / run) if line["step"] > SAVED]
     assert losses == pytest.approx(golden, rel=BOUND)
+    assert [segment["pad_logits"] for segment in read_record(folder / run)["segments"]] == [False, False]
 
 
 @pytest.mark.parametrize("run", ["zero1", "zero3"])

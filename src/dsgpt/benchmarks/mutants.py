@@ -71,7 +71,7 @@ WARM = (*IMPORTS["torchrun"], *IMPORTS["deepspeed"], "transformers", "pytest")
 PYTEST_WORDS = ("-q", "-p", "no:cacheprovider", "--snapshot-warn-unused")
 """Of every command line: snapshots that nothing used would be a failure, as of tests that are only collected."""
 MUTANTS, SEED = 400, 28
-MOST = {False: (40, 90), True: (400, 600)}
+MOST = {False: (40, 90), True: (200, 240)}
 """Tests that are tried on a mutant, and on a survivor, and how long they take together without it, in seconds."""
 START_SEC, SLOW_SEC = 60, 600
 LOOK_SEC, WAIT = 2, 20
@@ -401,7 +401,9 @@ class MutantOptions(frame.SuiteOptions):
     minutes: int = flag(POSITIVE, "N", default=40)
     """stop after these; the same command continues (default: %(default)s)"""
     only: tuple[str, ...] = frame.only_flag("FILE", "files, by the beginnings of their names")
-    survivors: bool = switch("try what survived again, with more tests, also long ones of all strategies")
+    survivors: bool = switch(
+        "try what survived without a reason again, with more tests, also long ones of all strategies"
+    )
 
 
 class Mutants(frame.Suite[MutantOptions, frame.Record]):
@@ -435,7 +437,7 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
         earlier = self.earlier.get("mutants", ())
         same = [one for one in earlier if one["sha256"] == self._sums.get(one["file"])]
         self._earlier = self.kept(same, [mutant.name for mutant in self._chosen])
-        again = {one["name"] for one in _survived([*self._earlier.values()])}
+        again = {one["name"] for one in _survived([*self._earlier.values()])} - judgments().keys()
         files = frame.selected({file: file for file in FILES}, self.options.only)
         names = again if self.options.survivors else {mutant.name for mutant in self._chosen} - self._earlier.keys()
         self._todo = [mutant for mutant in self._chosen if mutant.file in files and mutant.name in names]
