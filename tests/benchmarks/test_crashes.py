@@ -44,8 +44,7 @@ def test_the_committed_record_holds_every_scenario_and_every_planted_bug_was_not
     own = [one["states"] for one in record["scenarios"] if one["scenario"] not in crashes.PLANTS]
     assert sum(own) >= 2000
     assert len(record["commands"]) >= 100
-    wrong = [line for one in record["commands"] for line in one["wrong"]]
-    assert all(line.startswith("replaced checkpoint: val_loss of step 24 is (") for line in wrong), "as its page says"
+    assert not any(one["wrong"] for one in record["commands"])
 
 
 def test_what_no_fsync_covered_may_be_missing_in_part(tmp_path):

@@ -45,7 +45,20 @@ STRATEGIES = {
     **{name: Way("optimized", name) for name in ("tensor", "pipeline", "sequence")},
     "3d": Way("optimized", "3d", ranks=4),
 }
+SETTINGS = {
+    "ddp-bf16": Way("ddp", "zero1"),
+    "zero0-bf16": Way("optimized", "zero0"),
+    "zero1-alone-bf16": Way("optimized", "zero1", ranks=1),
+    "tensor-zero0-bf16": Way("optimized", "tensor", ranks=4, changes={"zero_optimization": {"stage": 0}}),
+    "pipeline-bf16": Way("optimized", "pipeline", ranks=4),
+    "sequence-zero3": Way("optimized", "sequence", changes={"zero_optimization": {"stage": 3}}),
+    "zero3-dropout": Way("optimized", "zero3"),
+    "tensor-dropout": Way("optimized", "tensor"),
+}
+"""Runs that other code computes, of which only the losses are goldens."""
 MORE = {"baseline": {"no_inference": None, "track": "csv"}, "ddp": {"profile_comm": 2}}
+MORE |= {name: {"precision": "bf16"} for name in SETTINGS if "bf16" in name}
+MORE |= {name: {"dropout": 0.1, "activation_checkpointing": True} for name in SETTINGS if "dropout" in name}
 """Flags of single runs, for files and keys that a run has only with them."""
 SMALL = {
     "reduce_bucket_size": 5_000,
@@ -80,7 +93,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
 
     def get(name: str) -> Run:
         if name not in runs:
-            way = STRATEGIES[name]
+            way = (STRATEGIES | SETTINGS)[name]
             write_recipe(folder / f"{name}.json", way)
             flags = {"run_type": way.run_type, "deepspeed_config": f"{name}.json", "checkpoint_path": f"runs/{name}"}
             flags |= {"max_train_steps": 8, "grad_accum_steps": 2, "steps_per_print": 2, "save_every": 4}
@@ -106,25 +119,34 @@ def write_recipe(path: Path, way: Way) -> None:
 
 
 class Losses(JSONSnapshotExtension):
-    """Equal to the last bit on the kind of machine that they were made on, elsewhere within ``BOUND``."""
+    """Equal to the last bit on the kind of machine that they were made on, elsewhere within ``bound``."""
+
+    bound = BOUND
 
     def matches(self, *, serialized_data: Any, snapshot_data: Any) -> bool:
         found, golden = json.loads(serialized_data), json.loads(snapshot_data)
         if found.pop("machine") == golden.pop("machine"):
             return bool(found == golden)
         return found.keys() == golden.keys() and all(
-            values == pytest.approx(golden[key], rel=BOUND) for key, values in found.items()
+            values == pytest.approx(golden[key], rel=self.bound) for key, values in found.items()
         )
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+class LossesInBf16(Losses):
+    """The same, with the bound of products that are rounded to 8 binary digits."""
+
+    bound = 1e-2
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, *SETTINGS])
 def test_losses(run, name, snapshot):
     folder = run(name).folder
     record = read_record(folder)
     machine = {key: record["hardware"][key] for key in ("cpu_name", "instruction_sets")}
     machine["torch"] = record["env"]["torch_version"]
     found = {key: [line[key] for line in read_lines(folder, key)] for key in ("loss", "val_loss")}
-    assert {"machine": machine, **found} == snapshot(extension_class=Losses)
+    kind = LossesInBf16 if record["training_config"]["precision"] == "bf16" else Losses
+    assert {"machine": machine, **found} == snapshot(extension_class=kind)
 
 
 def masked(text: str) -> str:
