@@ -97,7 +97,7 @@ class Growing(Nothing):
 def test_a_record_that_grows_names_the_commit_of_each_block_and_is_as_old_as_the_first(tmp_path, monkeypatch):
     write(tmp_path, "src/gpt2.py")
     commit_all(tmp_path)
-    first, output = commit_of(tmp_path), tmp_path / "out" / "record.json"
+    first, output = commit_of(tmp_path), tmp_path / "record.json"
 
     def made(busy: float, **more: Any) -> tuple[Record, str]:
         monkeypatch.setattr(frame.LoadOfOthers, "figures", lambda _: {"cpu_share_of_others": busy})

@@ -73,7 +73,8 @@ def saved(folder: Path, split: Split, ranks: int) -> Path:
 
 @pytest.mark.parametrize(("split", "ranks"), SPLITS)
 def test_what_ranks_wrote_is_read_whole_and_in_parts(tmp_path, split, ranks):
-    reader = StateReader(saved(tmp_path / "step", split, ranks))
+    reader, heard = StateReader(saved(tmp_path / "step", split, ranks)), list[int]()
+    reader.heard = lambda: heard.append(1)
     reader.require_shapes(SHAPES)
     reader.check()
     for name, state in values().items():
@@ -82,6 +83,7 @@ def test_what_ranks_wrote_is_read_whole_and_in_parts(tmp_path, split, ranks):
         assert reader.read(name, "exp_avg", boxes=boxes).equal(state.exp_avg.flatten()[3:17])
         boxes = part_boxes(name, SHAPES[name], rank=1, size=2)
         assert reader.read(name, boxes=boxes).equal(take_part(name, state.weight, rank=1, size=2).flatten())
+    assert len(heard) == 2 * len(values())  # of each its weight, twice
     total = sum(path.stat().st_size for path in (tmp_path / "step").glob("model-*.safetensors"))
     elements = sum(state.weight.numel() for state in values().values())
     assert 4 * elements <= total < 4 * elements + 1500 * ranks  # nothing is written twice

@@ -8,7 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_run import END_OF_TEXT, VOCABULARY, command_line, random_ids, without_paths, write_data, write_recipe
-from training_runs import assert_same_training, errors, finished, read_record, resolved, train, write_optimizer_recipe
+from training_runs import (
+    assert_same_training,
+    errors,
+    finished,
+    read_lines,
+    read_record,
+    resolved,
+    train,
+    write_optimizer_recipe,
+)
 
 from dsgpt.benchmarks import stand_in_gpu
 from dsgpt.benchmarks.cells import Corpus
@@ -111,7 +120,10 @@ def test_two_ranks_train_what_one_does(baseline, short_documents, tmp_path, run_
     assert_same_training(baseline, tmp_path / "run", loss=1e-5, norm=1e-4)
 
 
-def test_the_record_says_it_and_counts_less_attention(baseline):
+def test_the_record_says_it_and_counts_less_attention(baseline, short_documents, tmp_path):
+    recipe, unmasked = write_optimizer_recipe(tmp_path / "recipe.json"), [word for word in MASKED if "mask" not in word]
+    finished(train(tmp_path / "run", short_documents, recipe, *unmasked))
+    assert read_lines(tmp_path / "run")[0]["loss"] != read_lines(baseline)[0]["loss"]
     record = read_record(baseline)
     config, model = record["training_config"], record["training_config"]["model"]
     assert config["mask_documents"]

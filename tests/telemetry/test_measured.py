@@ -4,11 +4,14 @@ import contextlib
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.common.text import duration
+from dsgpt.machine.topology import Topology
 from dsgpt.telemetry.cost import Communication, Traffic
 from dsgpt.telemetry.meter import (
     Figures,
@@ -41,6 +45,7 @@ from dsgpt.telemetry.profiles import (
     times_on_cpu,
     times_on_gpu,
 )
+from dsgpt.training import trainer
 from dsgpt.training.trainer import gpus_to_sample
 
 # Figures of an interval: which ranks the others waited for.
@@ -351,6 +356,16 @@ def test_the_first_rank_of_each_machine_samples_its_gpus():
     ranks = [("a", 0, "GPU-0"), ("a", 1, "GPU-1"), ("b", 0, "GPU-2"), ("b", 1, "GPU-3")]
     sampled = [gpus_to_sample(ranks, rank=rank) for rank in range(4)]
     assert sampled == [(["GPU-0", "GPU-1"], 0), ([], 0), (["GPU-2", "GPU-3"], 1), ([], 0)]
+
+
+def test_a_rank_names_its_place_on_its_machine(monkeypatch):
+    sent: list[object] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="7"))
+    monkeypatch.setattr(trainer, "gather_objects", lambda own: sent.append(own) or [own])
+    monkeypatch.setattr(trainer, "gpus_to_sample", lambda _ranks, *, rank: ([], rank))
+    place = Topology(rank=5, local_rank=1, world_size=8, local_world_size=4, launcher="x")
+    trainer.open_monitor(SimpleNamespace(options=Mock(monitor_every=1), topology=place), torch.device("cuda"))
+    assert sent == [(socket.gethostname(), 1, "GPU-7")]
 
 
 # Times of collectives from the profiler's events: made-up events, with times that can be checked by hand.

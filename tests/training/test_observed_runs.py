@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import os
 import re
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -278,6 +280,16 @@ def test_no_limit_stops_a_run_whose_steps_are_all_done(finished_run, tmp_path, m
     monkeypatch.setattr(trainer.Trainer, "_complete", limited)
     assert train_here(command_line(finished_run, checkpoint_path=tmp_path / "run")) == 0
     assert read_record(tmp_path / "run")["status"] == "completed"
+
+
+def test_a_signal_ends_the_measurement_of_inference_at_once(finished_run, tmp_path, monkeypatch):
+    def measured(*_: object) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {"prefill_sec": 1.0}
+
+    monkeypatch.setattr(trainer, "measure_latency", measured)
+    train_here(command_line(finished_run, checkpoint_path=tmp_path / "run", no_inference=None))
+    assert read_record(tmp_path / "run")["inference"] is None
 
 
 def test_money_counts_over_all_processes_of_a_run(sabotaged, tmp_path):

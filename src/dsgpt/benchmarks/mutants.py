@@ -59,12 +59,18 @@ TESTS = (
     ),
     *("clusters/test_elastic.py", "telemetry/test_measured.py", "inference/test_init_from.py"),
     *("goldens/test_golden_words.py", "inference/test_export.py", "inference/test_generate.py"),
-    "clusters/test_launching.py",
+    *(
+        "clusters/test_launching.py",
+        "config/test_compatibility.py",
+        "machine/test_device.py",
+        "training/test_stores.py",
+    ),
 )
 """Tests that are tried on each mutant whose line they execute, below ``tests``."""
-SLOW_TESTS = ("strategies/test_on_ranks.py", "benchmarks/test_parity_core.py")
+SLOW_TESTS = ("strategies/test_exact.py", "strategies/test_on_ranks.py", "benchmarks/test_parity_core.py")
 """Tests of all strategies, which share launches: they are tried on what survives the others."""
 ABOUT = {"pipeline": "pipeline", "tensor_layers": "tensor", "pytorch": "ddp or fsdp or baseline"}
+ABOUT |= {"zero": "zero or tensor or sequence"}
 """Module to the word that selects the ``SLOW_TESTS`` of what it does; all, if it is not here."""
 WARM = (*IMPORTS["torchrun"], *IMPORTS["deepspeed"], "transformers", "pytest")
 """Modules that are imported once, and not for each mutant."""
