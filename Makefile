@@ -184,4 +184,4 @@ dashboard: $(BIN)/.installed-for-dashboard
 	@$(BIN)/python charts/dashboard.py
 
 screenshots: $(BIN)/.installed-for-tests
-	@$(BIN)/python tests/dashboard/browser/screenshots.py
+	@PYTHONPATH=tests $(BIN)/python tests/dashboard/browser/screenshots.py
