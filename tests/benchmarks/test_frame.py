@@ -104,8 +104,7 @@ def test_a_record_that_grows_names_the_commit_of_each_block_and_is_as_old_as_the
         assert run_suite(Growing, GrowingOptions(output=output, **more), repository=tmp_path) == 0
         return json.loads(output.read_text()), output.with_suffix(".md").read_text()
 
-    record, _ = made(0.9, minutes=0.0)
-    assert [one["name"] for one in record["numbers"]] == ["n1"]
+    made(0.9, minutes=0.0)
     write(tmp_path, "src/gpt2.py", text="other")
     commit_all(tmp_path)
     made(0.1)

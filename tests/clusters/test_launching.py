@@ -19,7 +19,6 @@ from training_runs import finished, read_lines
 from dsgpt.checkpoints.manifest import read_manifest
 from dsgpt.common.errors import EXIT_STOPPED, EXIT_USER_ERROR
 from dsgpt.machine.topology import free_port
-from dsgpt.telemetry.profiles import PROFILE_FOLDER
 
 LAUNCH = REPOSITORY / "launch"
 BESIDE = Path(sys.executable).parent
@@ -152,7 +151,7 @@ def test_each_of_two_machines_saves_its_share_and_its_trace(tmp_path, way):
     flags = ["--run_type", way, "--checkpoint_path", "run", "--profile", "1", "--max_train_steps", "8"]
     train_apart(tmp_path, flags, flags, code=0)
     assert read_manifest(tmp_path / "run" / "step-00000008").step == 8
-    assert len(list((tmp_path / "run" / PROFILE_FOLDER).iterdir())) == 2
+    assert len(list((tmp_path / "run" / "profile").iterdir())) == 2
 
 
 def test_machines_that_do_not_share_the_run_folder_are_refused_before_the_first_step(tmp_path):

@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -283,11 +284,8 @@ def test_no_limit_stops_a_run_whose_steps_are_all_done(finished_run, tmp_path, m
 
 
 def test_a_signal_ends_the_measurement_of_inference_at_once(finished_run, tmp_path, monkeypatch):
-    def measured(*_: object) -> dict[str, float]:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return {"prefill_sec": 1.0}
-
-    monkeypatch.setattr(trainer, "measure_latency", measured)
+    stop = partial(os.kill, os.getpid(), signal.SIGTERM)
+    monkeypatch.setattr(trainer, "measure_latency", lambda *_: stop() or {"prefill_sec": 1.0})
     train_here(command_line(finished_run, checkpoint_path=tmp_path / "run", no_inference=None))
     assert read_record(tmp_path / "run")["inference"] is None
 
