@@ -39,7 +39,7 @@ TRAINED = Path("checkpoint/demo-zero1")
 """The run whose model some suites measure; the demo makes it."""
 SUITES = (
     *("parity", "resume", "faults", "clusters", "saving", "loading", "network", "plan", "exam", "speed", "recipes"),
-    *("decoding", "inference", "serving", "museum", "crashes", "tokens", "exact", "oracles", "band"),
+    *("decoding", "inference", "serving", "museum", "mutants", "crashes", "tokens", "exact", "oracles", "band"),
 )
 DEMO, SWEEP = "demo", "sweep"
 GPU = "gpu"

@@ -107,6 +107,7 @@ _OTHERWISE = {
     "clusters": _suite("clusters", *_WHOLE, page="clusters-campaign"),
     "faults": _suite("faults", *_WHOLE),
     "museum": _suite("museum", *_WHOLE),
+    "mutants": _suite("mutants", *_WHOLE),
     "plan": _suite("plan", page="planner"),
     "speed": _suite("speed", "--rounds", "3"),
     "recipes": _suite("recipes", page="recipe-search"),
