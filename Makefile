@@ -118,7 +118,7 @@ import json, pathlib, sys
 losses = {}
 for folder in [pathlib.Path(), *pathlib.Path().glob(".venv-*/demo")]:
     for run in folder.glob("checkpoint/demo-*/metrics.jsonl"):
-        steps = [json.loads(line)["loss"] for line in run.open()]
+        steps = [line["loss"] for line in map(json.loads, run.open()) if "loss" in line]
         if len(steps) == 20:
             losses.setdefault(run.parent.name, {})[str(folder)] = steps
 for run, by_folder in losses.items():

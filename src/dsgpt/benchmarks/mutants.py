@@ -74,8 +74,8 @@ PYTEST_WORDS = ("-q", "-p", "no:cacheprovider", "--snapshot-warn-unused")
 MUTANTS, SEED = 320, 28
 MOST = {False: (40, 90), True: (200, 240)}
 """Tests that are tried on a mutant, and on a survivor, and how long they take together without it, in seconds."""
-START_SEC, SLOW_SEC = 60, 600
-LOOK_SEC, WAIT = 2, 20
+START_SEC, SLOW_SEC = 60, 240
+LOOK_SEC, WAIT = 2, 3
 """Seconds between looks at the time that processes have used, and how much longer they may wait for each other."""
 CONTROLS = 5
 """How often a mutant is tried, if tests fail that also fail without it."""
