@@ -59,7 +59,7 @@ TESTS = (
     ),
     *("clusters/test_elastic.py", "telemetry/test_measured.py", "inference/test_init_from.py"),
     *("goldens/test_golden_words.py", "inference/test_export.py", "inference/test_generate.py"),
-    *("clusters/test_launching.py", "config/test_compatibility.py", "training/test_stores.py"),
+    *("clusters/test_launching.py", "config/test_compatibility.py"),
 )
 """Tests that are tried on each mutant whose line they execute, below ``tests``."""
 SLOW_TESTS = ("strategies/test_exact.py", "strategies/test_on_ranks.py", "benchmarks/test_parity_core.py")
@@ -540,9 +540,10 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
             if code in (0, 5) or (code is None and not late):
                 break  # none failed, or none is left
             by = notes["failed"][0] if notes.get("failed") else ""
-            # What must pass without the mutant; a file that cannot be imported must at least be collected.
-            control = [by] if by else [*words, "--collect-only"] if code in (2, 3, 4) else words
-            if (by and by in self._sound) or self._pytest(control, limit=limit)[0] == 0:
+            # What must pass without the mutant, behind the same tests; a file that cannot be imported, be collected.
+            before = words[: words.index(by)] if by in words else []
+            control = [*before, by] if by else [*words, "--collect-only"] if code in (2, 3, 4) else words
+            if (by and by in self._sound) or self._pytest(control, limit=limit, order=control)[0] == 0:
                 self._sound.add(by)
                 return {"outcome": late if code is None else "caught", "by": by}
             words.extend(["--deselect", by] if by else [])  # it fails without the mutant, too
