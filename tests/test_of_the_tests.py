@@ -133,7 +133,7 @@ def test_other_pythons_are_found_and_only_ci_fails_without_one(clone, tmp_path, 
     done = subprocess.run(command, cwd=clone, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     assert "Python 3.12 is not installed" in (done.stderr if ci else done.stdout)
-    assert ".venv-3.13/bin/python src/demo.py --steps 6 --into .venv-3.13/demo" in done.stdout
+    assert ".venv-3.13/bin/python src/demo.py --steps 20 --into .venv-3.13/demo" in done.stdout
     assert ".venv-3.12/bin" not in done.stdout
 
 

@@ -165,9 +165,9 @@ def test_machines_that_do_not_share_the_run_folder_are_refused_before_the_first_
     ("flags", "first"),
     [
         ("--deepspeed_config other/recipe.json", "the recipe's optimizer is "),
-        ("--seed 7", "--seed is '7', not '"),
+        pytest.param("--seed 7", "--seed is '7', not '", marks=pytest.mark.long),
         ("--train_data_path other/train.bin", "sha256 of train is "),
-        ("--train_data_path bare/train.bin", "sha256 of train is "),
+        pytest.param("--train_data_path bare/train.bin", "sha256 of train is ", marks=pytest.mark.long),
     ],
 )
 def test_machines_that_were_not_given_the_same_are_refused_before_the_run_folder_is_made(tmp_path, flags, first):
