@@ -87,7 +87,7 @@ def test_what_no_test_notices_survives_and_needs_a_reason(small, tmp_path, capsy
     mutants.JUDGED.write_text(json.dumps(dict.fromkeys(survived, "equivalent: nothing calls it")))
     assert run_suite(mutants.Mutants, options, repository=small) == 0
     assert [block["mutants"] for block in json.loads(options.output.read_text())["blocks"]] == [len(ends)]
-    assert "not judged" not in options.output.with_suffix(".md").read_text()
+    assert "**not judged**" not in options.output.with_suffix(".md").read_text()
     mutants.JUDGED.write_text(json.dumps({"a": "nobody cares"}))
     with pytest.raises(UserError, match="must begin with one of 'equivalent: '"):
         mutants.judgments()
