@@ -218,6 +218,7 @@ def test_the_committed_run_gets_the_figures_of_engines_that_answered_with_the_sa
     assert ("gets no figures of engines" in capsys.readouterr().out) != added
 
 
+@pytest.mark.long
 def test_the_committed_records_stay_as_they_are_until_all_are_remade(repository, commands, capsys):
     remake_records(repository, run=commands)
     change(repository, LOADER)

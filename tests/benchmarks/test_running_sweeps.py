@@ -193,6 +193,7 @@ def test_a_training_beyond_its_limit_is_ended_with_all_its_processes(tmp_path):
     assert has_ended(child)
 
 
+@pytest.mark.long
 def test_a_sweep_that_is_terminated_ends_its_training_first(tmp_path, signals_of_a_script):
     log, stop = tmp_path / "log.txt", threading.Timer(3, os.kill, (os.getpid(), signal.SIGTERM))
     stop.start()

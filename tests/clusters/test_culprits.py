@@ -95,6 +95,7 @@ def both(store) -> Iterator[tuple[list[Peers], list[str]]]:
         yield ranks, told
 
 
+@pytest.mark.long
 def test_the_limit_is_that_of_the_rank_that_is_waited_for(both):
     """Rank 0 hashes a file at the start, then writes the record, each for longer than a step may take, and hangs."""
     ranks, told = both

@@ -102,6 +102,7 @@ def test_launchers_start_ranks_on_two_hosts(hosts, trained, tmp_path, launcher):
     assert_losses_of_one_host(trained, launcher)
 
 
+@pytest.mark.long
 def test_a_link_is_as_slow_and_as_lossy_as_asked(hosts):
     def socket_on(number: int) -> socket.socket:
         enter(hosts.host(number))  # moves this thread alone; the socket stays there

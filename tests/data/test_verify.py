@@ -154,7 +154,7 @@ def test_without_anything_beside_it(tmp_path: Path, capsys):
     assert faults(path, "--plot", tmp_path / "a.jpg") == [f"--plot {tmp_path}/a.jpg: must end with .png or .svg"]
 
 
-@pytest.mark.parametrize("form", ["png", "svg"])
+@pytest.mark.parametrize("form", [pytest.param("png", marks=pytest.mark.long), "svg"])
 def test_the_picture_is_drawn(run, prepared: Path, tmp_path: Path, form: str):
     """Also of a file whose documents are unknown; twice the same bytes."""
     for name in ("train.bin", "val.bin"):

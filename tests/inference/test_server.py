@@ -467,7 +467,10 @@ def test_nothing_is_lost_mixed_up_or_answered_twice(server: Server, monkeypatch)
 @pytest.mark.parametrize(
     ("number", "logprobs", "code", "last"),
     [
-        (signal.SIGTERM, None, 0, "SIGTERM: finishing what was accepted; a second signal ends it at once"),
+        pytest.param(
+            *(signal.SIGTERM, None, 0, "SIGTERM: finishing what was accepted; a second signal ends it at once"),
+            marks=pytest.mark.long,
+        ),
         (signal.SIGINT, 5, 130, "error: SIGINT: ended at once"),
     ],
 )

@@ -31,6 +31,7 @@ def test_sequence_peers_are_neighbours_with_the_same_data():
     places = [place(rank, 6, sequence=3) for rank in range(6)]
     assert [(one.data_rank, one.sequence_rank) for one in places] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert {(one.data_parallel_size, one.stage, one.tensor_rank) for one in places} == {(2, 0, 0)}
+    assert str(places[0].sizes) == "sequence 3"
 
 
 @pytest.mark.parametrize("data", [1, 2, 3])

@@ -13,7 +13,7 @@ from dsgpt.model import linear_cross_entropy as module
 from dsgpt.model.config import PRESETS, GPT2Config, shape_problems
 from dsgpt.model.gpt2 import GPT2, initial_value, initialize, parameter_shapes
 from dsgpt.model.linear_cross_entropy import linear_cross_entropy
-from dsgpt.strategies.base import build_optimizer, parameter_groups
+from dsgpt.strategies.base import build_optimizer, compile_blocks, parameter_groups
 
 # The published sizes, and impossible shapes.
 
@@ -341,6 +341,25 @@ def test_activation_checkpointing_recomputes_every_block(checkpointing, passes):
         block.register_forward_pre_hook(count)
     loss_and_gradients(model)
     assert ran == [passes] * 3
+
+
+def test_blocks_are_compiled_and_nothing_around_them():
+    model = model_with(0.0)
+    compile_blocks(model)
+    compiled = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    assert compiled == [f"blocks.{layer}" for layer in range(3)]
+
+
+def test_the_gradient_of_the_activations_is_summed_until_it_is_taken():
+    """A rank tells by it whether the first gradient that is not finite was its own."""
+    model, sums = model_with(0.0), []
+    for passes in (1, 2):
+        for _ in range(passes):
+            loss_and_gradients(model)
+        sums.append(model.take_gradient_sum())
+    assert sums[1] == pytest.approx(2 * sums[0].item())
+    assert sums[0] != 0
+    assert model.take_gradient_sum() is None
 
 
 def test_later_tokens_do_not_influence_earlier_ones():

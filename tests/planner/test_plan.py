@@ -390,7 +390,7 @@ def check_against_everything(line: str) -> str:
 
 def test_the_search_finds_what_brute_force_finds():
     """Seen failing: a search that ended at the first micro batch that does not fit missed setups in 7 of 80 cases."""
-    winners = [check_against_everything(random_line(number)) for number in range(40)]
+    winners = [check_against_everything(random_line(number)) for number in range(20)]
     assert len(set(winners)) >= 5, "the cases are all alike"
     # with whole gradients the larger micro batch alone fits: it accumulates nothing, so it needs no second copy of them
     line = "--model_size xl --gpu t4 --gpus 2 --tokens 1e9 --recommend --global_batch_size 8"

@@ -85,6 +85,7 @@ SEGMENTS = [
 EACH = 3
 
 
+@pytest.mark.long
 def test_a_step_read_what_is_printed(texts, tmp_path, capsys):
     """Peers that share a micro batch, accumulation, other ranks after a resume, and the ends of epochs.
 

@@ -20,7 +20,7 @@ from dsgpt.record.runs import read_run
 from dsgpt.training.command import train as train_here
 from dsgpt.training.journal import Journal
 from dsgpt.training.run_description import CHANGES_KEY
-from dsgpt.training.run_folder import CHANGEABLE
+from dsgpt.training.run_folder import CHANGEABLE, ResumePoint, clear_run_folder
 
 # What a resume may change, and what only with `--allow_changed`.
 
@@ -88,6 +88,9 @@ def test_other_data_needs_allow_changed_data(stopped, finished_run, tmp_path, ca
 
 
 def test_a_finished_run_may_be_made_longer(copied_run, finished_run):
+    start = ResumePoint(checkpoint=copied_run / "step-00000012")
+    clear_run_folder(copied_run, start)
+    assert not (copied_run / "RUN_COMPLETE.txt").exists(), "it is not complete while it becomes longer"
     assert resume(copied_run, finished_run, max_train_steps=15, allow_changed="recipe") == 0
     assert read_record(copied_run)["summary"]["optimizer_steps"] == 15
     assert sorted(losses(copied_run)) == list(range(1, 16))

@@ -11,6 +11,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
+from safetensors.torch import load_file, save
 from small_run import command_line, without_paths, write_inputs
 from training_runs import LONG, Killed, checkpoints, damage, errors, read_record, resume, rewrite
 
@@ -262,6 +264,15 @@ def edited(name: str, **changes: Any) -> Callable[[Path], object]:
     return edit
 
 
+def with_tensors(name: str, **tensors: torch.Tensor) -> Callable[[Path], object]:
+    return lambda checkpoint: rewrite(checkpoint, checkpoint / name, save(tensors))
+
+
+def shorten_moments(checkpoint: Path) -> None:
+    moments = load_file(checkpoint / "optimizer.safetensors")
+    with_tensors("optimizer.safetensors", **{name: value[:1] for name, value in moments.items()})(checkpoint)
+
+
 def without(word: str) -> Callable[[dict], dict]:
     return lambda values: {name: at for name, at in values.items() if word not in name}
 
@@ -270,9 +281,9 @@ HARM: dict[str, Callable[[Path], object]] = {
     "flip_a_bit": lambda checkpoint: damage(checkpoint / "optimizer.safetensors"),
     "nest_deeply": lambda checkpoint: (checkpoint / "manifest.json").write_text("[" * 200_000),
     "garble_the_state": lambda checkpoint: rewrite(checkpoint, checkpoint / "run_state.json", b'{"step": 9}'),
-    "empty_the_random_state": lambda checkpoint: rewrite(
-        checkpoint, checkpoint / "random-00000.safetensors", b"\x02\0\0\0\0\0\0\0{}"
-    ),
+    "empty_the_random_state": with_tensors("random-00000.safetensors"),
+    "shorten_the_random_state": with_tensors("random-00000.safetensors", cpu=torch.zeros(9, dtype=torch.uint8)),
+    "shorten_the_moments": shorten_moments,
     "lose_the_settings": edited("manifest.json", fixed=...),
     "forget_the_moments": edited("manifest.json", files=without("optimizer")),  # it would be read, but not verified
     "forget_the_random_state": edited("manifest.json", files=without("random")),
