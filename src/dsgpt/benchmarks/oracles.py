@@ -155,9 +155,7 @@ class Oracles(frame.Suite[OraclesOptions, Result]):
         job = {"name": name, "recipe": str(self._recipe), "peer": peer and str(peer), "into": str(folder / "weights")}
         job |= {"first": str(self.folder / "first-weights"), "batches": str(self.folder / "batches.npy")}
         rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
-        # In a folder of its own: an earlier compilation that was killed would leave a file for which this one waits.
-        operators = {"TORCH_EXTENSIONS_DIR": self.folder / "operators"}
-        variables = {**(rank | operators if name == TRAINER else {}), "DS_ACCELERATOR": "cpu"}
+        variables = {**(rank if name == TRAINER else {}), "DS_ACCELERATOR": "cpu"}
         with LineWorker(MODULE, job, folder, threads=1, variables=variables) as worker:
             return worker.read()["curve"], folder / "weights"
 
@@ -280,6 +278,9 @@ def _with_trainer(model: Any, batches: Any, recipe: Mapping[str, Any], job: Mapp
     """Train by transformers' Trainer with the recipe as it is; the arguments repeat it, which Trainer insists on."""
     from transformers import Trainer, TrainingArguments  # noqa: PLC0415 - as above
 
+    from dsgpt.strategies.deepspeed.setup import load_ops  # noqa: PLC0415
+
+    load_ops("FusedAdamBuilder")  # DeepSpeed itself would wait for a file that a killed compilation has left
     adam, curve = recipe["optimizer"]["params"], Curve()
     settings = {"learning_rate": adam["lr"], "weight_decay": adam["weight_decay"], "adam_epsilon": adam["eps"]}
     settings |= dict(zip(("adam_beta1", "adam_beta2"), adam["betas"], strict=True))
