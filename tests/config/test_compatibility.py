@@ -318,10 +318,10 @@ def test_a_folder_of_the_name_of_a_package_is_no_package(here, refused, monkeypa
 @pytest.mark.parametrize("workers", [0, 1])
 def test_ids_that_contradict_the_sidecar_are_found_while_reading(here, capsys, workers):
     ids = random_ids(TOKENS)
-    ids[-2] = 300
+    ids[-2] = 257
     write_tokens(here / "train.bin", ids)
     assert train(command_line(here, max_train_steps=5, num_workers=workers)) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert lines == [f"error: {here}/train.bin: holds id 300, but the model's vocabulary ends at 256"]
+    assert lines == [f"error: {here}/train.bin: holds id 257, but the model's vocabulary ends at 256"]
     assert json.loads((here / "run" / "training_metrics.json").read_text())["status"] == "failed"
     assert not (here / "run" / "RUN_COMPLETE.txt").exists()

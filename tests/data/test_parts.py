@@ -98,14 +98,18 @@ def test_a_damaged_part_is_made_again(prepare_here, small_blocks, texts, bytes_t
 
 
 def test_a_lone_large_text_in_pieces_is_the_same(prepare_here, prepared, texts, tmp_path, monkeypatch):
-    """Also with a tokenizer that joins words: the pieces have the ids of the whole, and the halves their hashes."""
-    flags = ["--input", texts / "large.md", "--tokenizer", prepared / "tokenizer", "--output_dir"]
-    prepare_here(*flags, "whole", cwd=tmp_path)
+    """Also with a tokenizer that joins words: the pieces have the ids of the whole, and the halves their hashes.
+
+    It is divided at a line.
+    """
+    flags = ["--input", texts / "large.md", "--tokenizer", prepared / "tokenizer", "--val_fraction", 0.1]
+    prepare_here(*flags, cwd=tmp_path)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 3000)
-    prepare_here(*flags, "pieces", cwd=tmp_path)
-    assert same_files(tmp_path / "whole", tmp_path / "pieces")
+    prepare_here(*flags, "--output_dir", "pieces", cwd=tmp_path)
+    assert same_files(tmp_path / "data" / "large", tmp_path / "pieces")
     (train,), (val,) = (documents_of(tmp_path / "pieces", split) for split in ("train", "val"))
-    assert train + val == (texts / "large.md").read_text()
+    assert train + val == (text := (texts / "large.md").read_text()) and train.endswith("\n")
+    assert len(val) / len(text) == pytest.approx(0.1, abs=0.002)
     file = open_token_file(tmp_path / "pieces" / "val.bin")
     assert open_index(file)["place"].tolist() == [len(train.encode())]
     assert open_index(file)["hash"].tobytes() == hashlib.sha256(val.encode()).digest()[:8]
@@ -133,7 +137,7 @@ def test_the_index_gives_every_document(prepare_here, small_blocks, texts, bytes
     assert len(set(seen)) == len(seen) == 41 + 400
 
 
-# What is left out or changed, counted; the order; the split by files.
+# What is left out or changed, counted; the order.
 
 BAD = {"a.txt": b"good text", "b.txt": b"bad \xff text", "c.txt": b" \n", "e.txt": b"good text", "f.txt": b"other"}
 
@@ -198,17 +202,6 @@ def test_duplicates_and_shuffle(prepare_here, bytes_tokenizer, tmp_path):
     assert sorted([*out["dedup"][0], *out["dedup"][1]]) == sorted(rows)
     for one, other in zip(out["dedup"], out["shuffle"], strict=True):
         assert one == [row for row in rows if row in set(one)] != other and sorted(one) == sorted(other)
-
-
-def test_split_by_files(prepare_here, bytes_tokenizer, tmp_path):
-    (folder := tmp_path / "in").mkdir()
-    for file in range(9):
-        lines = [json.dumps({"text": f"{file} {row}"}) for row in range(9)]
-        (folder / f"{file}.jsonl").write_text("\n".join(lines))
-    flags = ["--input", folder, "--tokenizer", bytes_tokenizer, "--val_fraction", 0.4, "--split_by", "files"]
-    prepare_here(*flags, "--output_dir", "out", cwd=tmp_path)
-    train, val = ({text.split()[0] for text in documents_of(tmp_path / "out", split)} for split in ("train", "val"))
-    assert train and val and not train & val and len(train | val) == 9
 
 
 @pytest.mark.parametrize("special", [False, True])

@@ -115,15 +115,6 @@ def test_rows_of_json_lines_and_parquet(prepare_here, bytes_tokenizer: Path, tmp
     assert 2 <= len(val) <= 18
 
 
-def test_lone_text_file_is_divided_at_a_line(prepare_here, bytes_tokenizer: Path, tmp_path: Path):
-    text = "".join(f"line {number}\n" for number in range(1000))
-    (tmp_path / "play.txt").write_text(text)
-    prepare_here("--input", "play.txt", "--tokenizer", bytes_tokenizer, "--val_fraction", 0.1, cwd=tmp_path)
-    (train,), (val,) = (documents_of(tmp_path / "data" / "play", split) for split in ("train", "val"))
-    assert train + val == text and train.endswith("\n")
-    assert len(val) / len(text) == pytest.approx(0.1, abs=0.002)
-
-
 # preprocess_small.py: the first documents, in the full set's folder and with its tokenizer.
 
 

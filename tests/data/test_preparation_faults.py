@@ -179,8 +179,8 @@ def test_a_full_disk_is_named_by_a_worker_too(flags, monkeypatch):
     assert "memory" not in done.stderr
 
 
-def test_the_tokenizer_is_trained_on_the_train_split_only(flags, monkeypatch):
-    """Also if files are divided, and duplicates or bad texts left out."""
+def test_the_tokenizer_is_trained_on_the_train_split_only_and_the_split_may_be_by_files(flags, monkeypatch):
+    """Also if duplicates or bad texts are left out. Each file is in one split, and one has the text of all."""
     for file in range(9):
         rows = [json.dumps({"text": f"{file} {row} {LINE}"}) for row in range(9)] + [json.dumps({"text": "the same"})]
         Path("in", f"{file}.jsonl").write_text("\n".join([*rows, '{"text": "bad \\ud800"}']))
@@ -195,3 +195,5 @@ def test_the_tokenizer_is_trained_on_the_train_split_only(flags, monkeypatch):
     more = ["--split_by", "files", "--deduplicate", "--on_bad_text", "skip", "--val_fraction", "0.4"]
     main(["--input", "in", "--tokenizer", "train", "--vocab_size", "300", "--output_dir", "out", *more])
     assert seen == documents_of(Path("out"), "train")
+    train, val = ({text.split()[0] for text in documents_of(Path("out"), split)} for split in ("train", "val"))
+    assert train and val and not train & val and train | val == {"the", *map(str, range(9))}
