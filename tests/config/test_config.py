@@ -86,12 +86,10 @@ def test_a_request_is_refused_or_the_same_work_on_any_ranks(here, request):
 @pytest.mark.parametrize(
     ("flags", "epochs", "steps"),
     [
-        ({"max_train_steps": None}, 1, 5),
         ({"max_train_steps": None, "epochs": 3}, 3, 15),
         ({"max_train_steps": 12}, 3, 12),
         ({"max_train_steps": 12, "epochs": 2}, 2, 10),
         ({"max_train_steps": 4, "epochs": 2}, 1, 4),
-        ({"max_train_steps": None, "global_batch_size": 16}, 1, 2),
         ({"max_train_steps": None, "seq_length": 8}, 1, 10),
     ],
 )
@@ -181,9 +179,6 @@ def test_any_seed_works(here):
         resolved(here, seed=-1)
 
 
-# The command line: every flag is read and every mistake is reported; no mistake stops the reading.
-
-
 # The split of the global batch: micro x accumulation x ranks is the global batch, and no rank count changes it.
 
 
@@ -252,9 +247,8 @@ def test_a_plan_keeps_the_given_sizes_and_a_request_is_refused_only_if_none_exis
         assert plan.micro_batch_size == (fits[0] if micro or steps else max(each for each in fits if each <= 8))
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_a_missing_global_batch_is_refused(ranks):
+def test_a_missing_global_batch_is_refused():
     """DeepSpeed would multiply the split by the ranks."""
-    plan, changed, line = planned((None, 2, 3), ranks)
+    plan, changed, line = planned((None, 2, 3), 4)
     assert plan is changed is None
     assert "set train_batch_size in the JSON or --global_batch_size" in line

@@ -4,13 +4,12 @@ import json
 import re
 import shlex
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 from recipe_files import SHIPPED, problems_of, resolved
-from small_run import RECIPE, REPOSITORY, write_data, write_recipe
+from small_run import RECIPE, REPOSITORY, write_recipe
 
 from dsgpt.benchmarks.cells import STRATEGIES
 from dsgpt.benchmarks.parity import select, whole_matrix
@@ -62,16 +61,6 @@ def test_precision_by_block(file, blocks, precision):
 
 
 # Every mistake in a recipe is reported, in one line, with its place and what is allowed.
-
-
-@pytest.mark.parametrize(
-    "data", [b'{"a": 1,}', b"\xff\xfe\x00", b"\x80{}", b"[" * 200_000, b'{"a": ' + b"1" * 5000 + b"}"]
-)
-def test_data_that_is_not_json(file, data):
-    """Some reasons are in words of Python, which differ; ``tests/goldens/refusals.txt`` has our own."""
-    file.write_bytes(data)
-    (found,) = problems_of(file)
-    assert found.startswith("is not valid JSON: ")
 
 
 def test_a_byte_order_mark_is_accepted(file):
@@ -355,11 +344,6 @@ def test_scheduler_params_are_deepspeeds(kind):
     assert theirs - {"optimizer", "last_batch_iteration"} == set(SchedulerRecipe.PARAMS[kind])
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data"))
-
-
 def test_shipped_recipes_describe_the_same_training():
     recipes = [sound_recipe(path) for path in SHIPPED]
     for recipe in recipes:
@@ -374,12 +358,12 @@ def test_shipped_recipes_describe_the_same_training():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("path", [path for path in SHIPPED if "zero" in path.stem], ids=lambda path: path.stem)
-def test_deepspeed_accepts_the_engine_config(data, monkeypatch, path, precision):
+def test_deepspeed_accepts_the_engine_config(here, monkeypatch, path, precision):
     from deepspeed.runtime.config import DeepSpeedConfig
 
     for check in ("_check_nvme", "_check_zero_plus_plus"):  # reading a recipe needs no drive and no GPUs
         monkeypatch.setattr(compatibility, check, lambda request, problems: None)
-    config = resolved(data, deepspeed_config=path, run_type="optimized", precision=precision, grad_accum_steps=2)
+    config = resolved(here, deepspeed_config=path, run_type="optimized", precision=precision, grad_accum_steps=2)
     theirs = DeepSpeedConfig(engine_config(config))
     ours = sound_recipe(path)
     assert theirs.zero_optimization_stage == ours.zero_stage
