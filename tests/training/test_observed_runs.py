@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ def test_an_interrupt_ends_the_monitor_and_keeps_the_steps(finished_run, tmp_pat
     monkeypatch.setattr(Journal, "step_done", step_done)
     flags = LONG | {"save_every": 0, "eval_every": 0, "monitor_every": 0.2, "checkpoint_path": tmp_path / "run"}
     assert train_here(command_line(finished_run, **flags)) == 130
+    assert "GPU monitor" not in {thread.name for thread in threading.enumerate()}
     assert (nvml.open, len(lines(tmp_path / "run"))) == (0, nvml.samples)
     assert [line["step"] for line in read_lines(tmp_path / "run")] == [1, 2, 3]
     found = read_record(tmp_path / "run")

@@ -1,6 +1,5 @@
 """A resumed run is the run that was not stopped."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ def test_the_baseline_resumes_bit_for_bit(finished_run, tmp_path, capsys, monkey
     old, steps, weights = read_record(run), steps_of(run), (last / "model.safetensors").read_bytes()
     config = (run / "config.json").read_bytes()
     assert (last / "optimizer.safetensors").exists() == (optimizer != "SGD")
+    assert len({path.stat().st_mode for path in last.iterdir()}) == 1
     stop_after_9(run)
     monkeypatch.setattr(console, "LINE_SEC", 0)
     assert train_here(command_line(finished_run, **flags, resume=True)) == 0
@@ -53,27 +53,7 @@ def test_the_baseline_resumes_bit_for_bit(finished_run, tmp_path, capsys, monkey
     assert new["summary"]["best_val_loss"] == old["summary"]["best_val_loss"]
 
 
-def test_the_manifest_lists_every_file(finished_run):
-    run = finished_run / "run"
-    for checkpoint in run.glob("step-*"):
-        manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
-        files = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
-        assert set(manifest["files"]) == files - {"manifest.json"}
-        assert len({(checkpoint / name).stat().st_mode for name in files}) == 1
-    assert (run / "latest").read_text(encoding="utf-8").strip() == "step-00000012"
-    assert not list(run.glob(".partial-*"))
-
-
 # A resumed run continues the same run; damage is refused, or reported and survived.
-
-
-def test_a_lost_log_makes_sums_unknown(finished_run, stopped):
-    (stopped / "metrics.jsonl").unlink()
-    before = read_record(stopped)["summary"]
-    assert resume(stopped, finished_run) == 0
-    summary = read_record(stopped)["summary"]
-    assert all(summary[key] == before[key] for key in ("final_train_loss", "final_val_loss"))
-    assert (summary["optimizer_steps"], summary["train_time_sec"]) == (12, None)
 
 
 def test_a_damaged_checkpoint_does_not_push_out_a_good_one(stopped, finished_run):
@@ -102,13 +82,18 @@ def test_a_finished_run_stays_finished_whatever_its_newest_checkpoint_says(copie
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_a_lost_latest_and_stale_folders_do_not_matter(stopped, finished_run):
-    (stopped / "latest").unlink()
+def test_a_lost_latest_and_stale_folders_do_not_matter_and_a_lost_log_makes_sums_unknown(stopped, finished_run):
+    for name in ("latest", "metrics.jsonl"):
+        (stopped / name).unlink()
     for name in (".partial-step-00000010", ".partial-step-00000003.old"):
         (stopped / name).mkdir()
         (stopped / name / "half").write_bytes(b"...")
+    before = read_record(stopped)["summary"]
     assert resume(stopped, finished_run) == 0
     assert read_record(stopped)["resumed_from"] == "step-00000009"
+    summary = read_record(stopped)["summary"]
+    assert all(summary[key] == before[key] for key in ("final_train_loss", "final_val_loss"))
+    assert (summary["optimizer_steps"], summary["train_time_sec"]) == (12, None)
     assert (stopped / "latest").read_text() == "step-00000012\n"
     assert not list(stopped.glob(".partial-*"))
 
