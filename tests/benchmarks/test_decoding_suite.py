@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import REPOSITORY, command_line, write_inputs
+from small_run import REPOSITORY
 from stand_in_nanogpt import STAND_IN
 
 from dsgpt.benchmarks import contenders, decoding
@@ -16,7 +16,6 @@ from dsgpt.benchmarks.decoding import HUGGING_FACE, OURS, Decoding, DecodingOpti
 from dsgpt.benchmarks.frame import NANOGPT, run_suite, span
 from dsgpt.inference.decoder import Decoder
 from dsgpt.model.config import PRESETS
-from dsgpt.training.command import train
 
 CPU = torch.device("cpu")
 SMALL = replace(rows("demo")[0], prompt_tokens=5, new_tokens=4)
@@ -56,18 +55,16 @@ def test_goals(changes, misses):
     assert Decoding(DecodingOptions(output=Path("o")), REPOSITORY).failures({"results": [result]}) == missed(result)
 
 
-def test_a_small_part_of_the_suite(tmp_path, monkeypatch, capsys):
+def test_a_small_part_of_the_suite(run_dir, tmp_path, monkeypatch, capsys):
     """Run in this process, which has imported transformers already."""
     monkeypatch.setattr(decoding, "rows", lambda _, compiled: [SMALL, ROUNDED])
     monkeypatch.setattr(contenders, "READS", 1)
-    run = write_inputs(tmp_path)
-    assert train(command_line(run, save_every=1)) == 0
-    files = {"output": tmp_path / "decoding.json", "checkpoint": run / "run", "data": run / "val.bin"}
+    files = {"output": tmp_path / "decoding.json", "checkpoint": run_dir, "data": run_dir.parent / "val.bin"}
     chosen = DecodingOptions(model_size="demo", only=("fp32-1",), rounds=1, **files)
     code = run_suite(Decoding, chosen, repository=REPOSITORY)
     values, page = json.loads(chosen.output.read_text()), chosen.output.with_suffix(".md").read_text()
     losses = {name: each["loss"] for name, each in values["losses"]["weights"].items()}
-    measured = json.loads((run / "run" / "training_metrics.json").read_text())["epochs"][-1]["val_loss_avg_global"]
+    measured = json.loads((run_dir / "training_metrics.json").read_text())["epochs"][-1]["val_loss_avg_global"]
     assert losses["fp32"] == pytest.approx(measured, rel=1e-6)
     assert len(set(losses.values())) == 3
     assert max(losses.values()) - min(losses.values()) < 0.01

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harmful_tokenizers import bring_code
 from published import drawn
 from small_run import VOCABULARY, write_tokenizer
 from transformers import GPT2Config as HuggingFaceConfig
@@ -108,6 +109,15 @@ def test_a_file_that_an_entry_names_is_refused(folder, file, key, value, named):
     set_keys(folder / f"{file}.json", **{key: value})
     shutil.copy(folder / f"{file}.json", folder / f"{file}.4.0.0.json")
     assert f"its {file}.json names other files to open ({named})" in refusal(folder)
+
+
+@pytest.mark.parametrize("kind", ["AutoConfig", "AutoTokenizer"])
+def test_code_that_a_configuration_beside_asks_for_is_refused(folder, tmp_path, kind):
+    marker = bring_code(folder, marker=tmp_path / "ran")
+    set_keys(folder / "tokenizer_config.json", auto_map=None)
+    set_keys(folder / "config.json", model_type="planted", auto_map={kind: "planted.Planted"})
+    assert "its config.json asks for its own code (auto_map)" in refusal(folder)
+    assert not marker.exists()
 
 
 def test_entries_that_the_library_writes_or_ignores_are_allowed(folder):

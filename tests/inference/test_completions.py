@@ -14,7 +14,7 @@ import httpx2
 import openai
 import pytest
 import torch
-from small_run import END_OF_TEXT, write_tokenizer
+from small_run import END_OF_TEXT
 
 from dsgpt.common.errors import UserError
 from dsgpt.formats.tokenizer_files import open_tokenizer
@@ -79,11 +79,9 @@ def test_the_servers_own_limit_of_tokens_and_what_ends_a_completion():
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory):
+def tokenizer(checkpoint_with_tokenizer: Path):
     """A token is a byte."""
-    folder = Path(tmp_path_factory.mktemp("tokenizer")) / "tokenizer"
-    write_tokenizer(folder)
-    return open_tokenizer(folder, what="it")
+    return open_tokenizer(checkpoint_with_tokenizer / "tokenizer", what="it")
 
 
 def answered(

@@ -177,25 +177,3 @@ def test_code_is_refused_even_if_the_user_agrees_to_it(checkpoint, tmp_path, com
         "without auto_map\n",
     )
     assert not marker.exists(), "the tokenizer's code ran"
-
-
-@pytest.mark.parametrize("kind", ["AutoConfig", "AutoTokenizer"])
-def test_code_that_a_configuration_beside_asks_for_is_refused(checkpoint, tmp_path, kind):
-    marker = bring_code(checkpoint / "tokenizer", marker=tmp_path / "ran")
-    settings = checkpoint / "tokenizer" / "tokenizer_config.json"
-    values = json.loads(settings.read_text())
-    del values["auto_map"]
-    settings.write_text(json.dumps(values))
-    beside = {"model_type": "planted", "auto_map": {kind: "planted.Planted"}}
-    (checkpoint / "tokenizer" / "config.json").write_text(json.dumps(beside))
-    seal(checkpoint)
-    (line,) = refusal(checkpoint)
-    assert line.startswith("RUN/tokenizer: its config.json asks for its own code (auto_map)")
-    assert not marker.exists()
-
-
-@pytest.mark.parametrize("target", ["/etc/hostname", "gone"])
-def test_no_link_in_a_tokenizer_is_followed(checkpoint, target):
-    (checkpoint / "tokenizer" / "vocab.json").symlink_to(target)
-    (line,) = refusal(checkpoint)
-    assert line.startswith("RUN/tokenizer: its vocab.json is a link, and links are not followed there")

@@ -129,10 +129,8 @@ def test_other_weights_are_refused(model_and_folder, tmp_path, snapshot):
 def folder(tmp_path: Path) -> Path:
     """Data in the vocabulary of a small tokenizer, a recipe, and a model published with that tokenizer."""
     write_inputs(tmp_path)
+    write_tokenizer(tmp_path / "hf")
     publish(tmp_path / "hf", vocab_size=VOCABULARY)
-    write_tokenizer(tmp_path / "with-tokenizer")
-    for path in (tmp_path / "with-tokenizer").iterdir():
-        path.rename(tmp_path / "hf" / path.name)
     return tmp_path
 
 
@@ -248,15 +246,12 @@ def test_a_file_that_the_manifest_does_not_name_is_refused(checkpoint, tmp_path)
 
 @pytest.mark.parametrize("harm", ["code", "link"])
 def test_the_harmful_tokenizer_of_a_published_folder_is_left_out(tmp_path, harm):
-    folder = tmp_path / "published"
+    write_tokenizer(folder := tmp_path / "published")
     publish(folder, vocab_size=VOCABULARY)
-    write_tokenizer(tmp_path / "tokenizer")
     if harm == "code":
-        bring_code(tmp_path / "tokenizer", marker=tmp_path / "ran")
-    for path in (tmp_path / "tokenizer").iterdir():
-        if harm == "link":
-            (folder / path.name).symlink_to(path)
-        else:
-            path.rename(folder / path.name)
+        bring_code(folder, marker=tmp_path / "ran")
+    else:
+        (folder / "tokenizer.json").rename(tmp_path / "moved")
+        (folder / "tokenizer.json").symlink_to(tmp_path / "moved")
     assert f"tokenizer   left out: {folder}: its " in converted("--from", folder, "--to", "portable", tmp_path / "out")
     assert names(tmp_path / "out") == {"manifest.json", "model.json", "model.safetensors"}
