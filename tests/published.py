@@ -6,14 +6,14 @@ import io
 import json
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_run import Quiet, running
 from transformers import GPT2Config as TheirConfig
 from transformers import GPT2LMHeadModel
 
@@ -108,15 +108,12 @@ def hub(models: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
     """Serve folders under the names of models; the address, and the requests so far, come back."""
     asked: list[str] = []
 
-    class Answers(BaseHTTPRequestHandler):
+    class Answers(Quiet):
         def do_HEAD(self) -> None:
             self._answer(body=False)
 
         def do_GET(self) -> None:
             self._answer(body=True)
-
-        def log_message(self, *_: object) -> None:
-            pass
 
         def _answer(self, *, body: bool) -> None:
             asked.append(f"{self.command} {self.path}")
@@ -140,15 +137,8 @@ def hub(models: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
             self.end_headers()
             self.wfile.write(data)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), Answers)) as address:
+        yield address, asked
 
 
 # Commands, called in this process because torch takes seconds to import, and what tests do to their input.

@@ -1,9 +1,12 @@
 """Small token files, recipes and command lines, for tests that give ``src/gpt2.py`` real input."""
 
+import contextlib
 import hashlib
 import json
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,12 @@ from dsgpt.data.token_file import TokenFileWriter, TokenizerFacts
 from dsgpt.data.vocabulary import open_vocabulary
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+SCRIPTS = sorted(
+    path.relative_to(REPOSITORY).as_posix()
+    for folder in ("src", "charts", "data_prep")
+    for path in (REPOSITORY / folder).glob("*.py")
+)
+"""Every script that users start, by its path from the root."""
 VOCABULARY = 257
 END_OF_TEXT = 256
 SEQUENCE = 16
@@ -158,6 +167,24 @@ def within(condition: Callable[[], Any], *, seconds: float = 60) -> Any:
         assert time.monotonic() < end
         time.sleep(0.02)
     return value
+
+
+class Quiet(BaseHTTPRequestHandler):
+    """Answers requests without a log of them."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def running(server: HTTPServer) -> Iterator[str]:
+    """The address of ``server``, which answers in a thread."""
+    with server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 def without_paths(text: str, folder: Path) -> str:

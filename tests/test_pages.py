@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from small_run import REPOSITORY, random_ids, write_tokens
+from small_run import REPOSITORY, SCRIPTS, random_ids, write_tokens
 
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import resolve
@@ -20,11 +20,6 @@ from dsgpt.machine.topology import Topology
 PACKAGE = REPOSITORY / "src" / "dsgpt"
 PAGES = sorted(
     path for places in ("*.md", "docs/*.md", "launch/*.md", "ds_configs/README.md") for path in REPOSITORY.glob(places)
-)
-SCRIPTS = sorted(
-    path.relative_to(REPOSITORY).as_posix()
-    for folder in ("src", "charts", "data_prep")
-    for path in (REPOSITORY / folder).glob("*.py")
 )
 HELP = (REPOSITORY / "tests" / "goldens" / "help.txt").read_text(encoding="utf-8")
 _BLOCK = re.compile(r"```(\w*)(?: title=\w+)?\n(.*?)```", re.DOTALL)

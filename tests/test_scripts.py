@@ -14,20 +14,13 @@ from pathlib import Path
 
 import pytest
 from forked_ranks import NO_READER, run_script
-from small_run import REPOSITORY, command_line, write_inputs
+from small_run import REPOSITORY, SCRIPTS, command_line, write_inputs
 
 from dsgpt.__main__ import COMMANDS
 from dsgpt.common.command_line import exit_code_of
 from dsgpt.common.errors import UserError
 from dsgpt.config.options import Options, parse_arguments, path_or_address
 
-FOLDERS = ("src", "charts", "data_prep")
-SCRIPTS = sorted(
-    path.relative_to(REPOSITORY).as_posix()
-    for folder in FOLDERS
-    for path in (REPOSITORY / folder).glob("*.py")
-    if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
-)
 LATIN = os.fsdecode(b"caf\xe9")
 """A name from an old disk or archive: not UTF-8."""
 SHOWN = r"caf\xe9"

@@ -62,7 +62,7 @@ def proofs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proofs:
 THREE = {"one": chunk("passes"), "two": chunk("fails"), "three": chunk("passes")}
 
 
-def test_a_failed_verdict_does_not_stop_the_others_and_nothing_runs_twice(proofs, capsys):
+def test_a_failed_verdict_does_not_stop_the_others_and_nothing_runs_twice_but_what_is_damaged(proofs, capsys):
     code, record = proofs.run(THREE)
     assert code == 1
     assert proofs.started == ["one", "two", "three"]
@@ -77,7 +77,10 @@ def test_a_failed_verdict_does_not_stop_the_others_and_nothing_runs_twice(proofs
     assert (code, again["chunks"]) == (1, record["chunks"])
     assert proofs.started == []
     assert "two: failed before, skipped" in capsys.readouterr().out
+    (proofs.into / "one.json").write_text('{"status": "done"')  # which is no result
     assert proofs.run({"one": THREE["one"]})[0] == 0
+    assert proofs.started == ["one"]
+    assert "one.json cannot be read" in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -139,14 +142,6 @@ def test_a_killed_command_takes_its_chunk_along_and_continues(proofs):
     assert proofs.started == ["one", "two"]
     code, record = proofs.run({"one": THREE["one"], "two": THREE["three"]})
     assert (code, len(record["chunks"]), proofs.started) == (0, 2, ["two"])
-
-
-def test_a_damaged_file_is_no_result(proofs, capsys):
-    proofs.run({"one": THREE["one"]})
-    (proofs.into / "one.json").write_text('{"status": "done"')
-    assert proofs.run({"one": THREE["one"]})[0] == 0
-    assert proofs.started == ["one", "one"]
-    assert "one.json cannot be read" in capsys.readouterr().out
 
 
 def test_the_page_and_the_sentence_of_a_gpu(proofs):

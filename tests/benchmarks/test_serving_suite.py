@@ -6,16 +6,15 @@ import json
 import os
 import random
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from small_run import within
+from small_run import Quiet, running, within
 
 from dsgpt.benchmarks import serving
 from dsgpt.benchmarks.frame import record_head
@@ -97,7 +96,7 @@ def answering(answer: Callable[[int], Answer]) -> Iterator[tuple[str, list[Any]]
     """The address of a server in this process, and what it was asked; ``answer`` gets the number of the request."""
     asked: list[Any] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_POST(self) -> None:
             asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
             status, headers, body = answer(len(asked) - 1)
@@ -108,13 +107,8 @@ def answering(answer: Callable[[int], Answer]) -> Iterator[tuple[str, list[Any]]
             self.end_headers()
             self.wfile.write(data)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{http.server_port}", asked
-        http.shutdown()
+    with running(HTTPServer(("127.0.0.1", 0), Handler)) as address:
+        yield address, asked
 
 
 def test_clients_ask_again_as_the_server_says_and_report_what_they_waited_and_got(monkeypatch):

@@ -6,12 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from forked_ranks import run_script
-from small_run import command_line, within
+from small_run import Quiet, command_line, running, within
 from training_runs import SCRIPT, read_lines
 
 from dsgpt.common.errors import EXIT_STOPPED, EXIT_USER_ERROR
@@ -45,7 +45,7 @@ class Service(ThreadingHTTPServer):
     """Whether it closes connections in the middle of an answer."""
 
 
-class Answer(BaseHTTPRequestHandler):
+class Answer(Quiet):
     server: Service
 
     def do_PUT(self):
@@ -69,17 +69,12 @@ class Answer(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write((answer if isinstance(answer, str) else json.dumps(answer)).encode())
 
-    def log_message(self, *_):
-        pass
-
 
 @pytest.fixture
 def service(monkeypatch) -> Iterator[Service]:
-    with Service(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-        monkeypatch.setenv(spot.ADDRESS, f"http://127.0.0.1:{server.server_port}")
+    with running(server := Service(("127.0.0.1", 0), Answer)) as address:
+        monkeypatch.setenv(spot.ADDRESS, address)
         yield server
-        server.shutdown()
 
 
 @pytest.mark.parametrize("provider", SPOT_PROVIDERS)

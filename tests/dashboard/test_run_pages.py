@@ -5,13 +5,12 @@ import math
 import os
 import re
 import tomllib
-from pathlib import Path
 
 import numpy as np
 import pytest
 from chart_records import record, step_lines, write_run
 from pandas import DataFrame
-from small_run import write_documents
+from small_run import REPOSITORY, write_documents
 from streamlit.testing.v1 import AppTest
 
 from dsgpt.charts.themes import DARK, LIGHT
@@ -25,7 +24,7 @@ from dsgpt.record.runs import read_step_curves, smoothed
 from dsgpt.record.schema import Fields
 from dsgpt.training.status import SILENT_SEC, Signs, Status, status_of
 
-ROOT = Path(__file__).parents[2]
+SETTINGS = tomllib.loads((REPOSITORY / "charts" / ".streamlit" / "config.toml").read_text())
 EVIL = "*x* [y](http:z) $a$ :red[b] <img src=q> :smile:"
 
 
@@ -123,11 +122,11 @@ def test_unequal_work_is_marked_with_what_differs(runs, open_page):
 
 
 def test_the_committed_sweeps_are_compared(open_page):
-    test = open_page("compare", folder=ROOT / "checkpoint")
+    test = open_page("compare", folder=REPOSITORY / "checkpoint")
     test.segmented_control("kind").set_value("Sweeps").run()
     test.selectbox("sweep").set_value("reference/cpu-2-cores/sweep-strategies.json").run()
     rows = dict(zip(column(test, "cell"), column(test, "speed-up"), strict=True))
-    readme = (ROOT / "README.md").read_text()
+    readme = (REPOSITORY / "README.md").read_text()
     assert f"| ddp on 2 devices | 2 | {rows['ddp on 2 devices']:.2f}x" in readme
 
 
@@ -189,15 +188,13 @@ def test_many_runs_are_a_table_and_gpus_are_shown_as_sampled(runs, open_page):
 
 
 def test_the_server_listens_here_alone_and_reports_nothing():
-    settings = tomllib.loads((ROOT / "charts" / ".streamlit" / "config.toml").read_text())
-    assert settings["server"]["address"] == "127.0.0.1" and settings["server"]["enableXsrfProtection"] is True
-    assert settings["browser"]["gatherUsageStats"] is False
+    assert SETTINGS["server"]["address"] == "127.0.0.1" and SETTINGS["server"]["enableXsrfProtection"] is True
+    assert SETTINGS["browser"]["gatherUsageStats"] is False
 
 
 def test_the_colours_are_those_of_the_charts():
-    settings = tomllib.loads((ROOT / "charts" / ".streamlit" / "config.toml").read_text())
     for theme in (LIGHT, DARK):
-        given = settings["theme"][theme.name]
+        given = SETTINGS["theme"][theme.name]
         assert given["chartCategoricalColors"] == list(theme.palette)
         assert (given["backgroundColor"], given["textColor"]) == (theme.background, theme.ink)
 
@@ -244,7 +241,7 @@ def test_a_name_that_is_not_utf_8_is_one_line_on_every_page(runs, open_page):
     (runs / os.fsdecode(b"reference/caf\xe9/plan.json")).write_text("{}")
     for page in ("overview", "compare", "live", "spikes", "split", "plan", "generate"):
         open_page(page)
-    frame = AppTest.from_file(ROOT / "charts" / "dashboard.py", default_timeout=60).run()
+    frame = AppTest.from_file(REPOSITORY / "charts" / "dashboard.py", default_timeout=60).run()
     assert not frame.exception
     said = r"**reference/caf\\xe9** is not shown: its name is not UTF-8; rename it"
     assert [each.value for each in (*frame.title, *frame.warning)] == ["Overview", said]
@@ -294,7 +291,7 @@ def test_runs_that_differ_in_the_seed_alone_are_their_mean_and_range_when_asked(
 # What the pages read while runs write: steps, the folder, and what became of a run.
 
 
-COMMITTED = ROOT / "checkpoint" / "reference" / "cpu-2-cores"
+COMMITTED = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores"
 
 
 def line(step: int, loss: float | None = 5.0, **others: object) -> str:

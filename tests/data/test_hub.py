@@ -7,9 +7,8 @@ libraries ask for with what the hub would say of a small set of Parquet files.
 import hashlib
 import io
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,6 +17,7 @@ import pytest
 from forked_ranks import run_script
 from prep_helpers import documents_of
 from pyarrow import parquet
+from small_run import Quiet, running
 
 NAME, COMMIT = "someone/stories", "a" * 40
 ROWS = [f"story {number} “quoted”\n" for number in range(60)]
@@ -39,7 +39,7 @@ def entry(name: str) -> dict[str, object]:
     return {"type": kind, "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
 
 
-class StandIn(BaseHTTPRequestHandler):
+class StandIn(Quiet):
     """Answers as the hub does: about a set, its folders and its files, whole or in ranges of bytes."""
 
     protocol_version = "HTTP/1.1"
@@ -75,17 +75,12 @@ class StandIn(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def log_message(self, *_: object) -> None:
-        pass
-
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(StandIn, "asked", [])
-    with ThreadingHTTPServer(("127.0.0.1", 0), StandIn) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), StandIn)) as address:
+        yield address
 
 
 def test_a_set_is_streamed_from_the_hub(hub, script_command, prepare_here, bytes_tokenizer, tmp_path: Path):
