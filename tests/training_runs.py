@@ -3,7 +3,7 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.machine.topology import Topology, read_topology
 from dsgpt.training.command import train as train_here
+from dsgpt.training.journal import Journal
 
 SCRIPT = str(REPOSITORY / "src" / "gpt2.py")
 SHAPE = ["--num_layers", "2", "--num_heads", "2", "--embedding_size", "32", "--max_position_embeddings", "64"]
@@ -179,6 +180,18 @@ def stop_after_9(run_dir: Path) -> Path:
     (run_dir / "RUN_COMPLETE.txt").unlink()
     shutil.rmtree(run_dir / "step-00000012")
     return run_dir
+
+
+def after_step(monkeypatch: pytest.MonkeyPatch, step: int, then: Callable[[], object]) -> None:
+    """Call ``then`` when a training has taken and noted ``step``."""
+    done = Journal.step_done
+
+    def step_done(self: Journal, **values: Any) -> None:
+        done(self, **values)
+        if values["step"] == step:
+            then()
+
+    monkeypatch.setattr(Journal, "step_done", step_done)
 
 
 def damage(file: Path) -> None:

@@ -6,18 +6,17 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from small_run import command_line, random_ids, without_paths, write_tokens
+from training_runs import after_step
 
 from dsgpt.data import loader
 from dsgpt.data.loader import TokenReader
 from dsgpt.data.token_file import TokenFileError, open_token_file
 from dsgpt.training.command import train as train_here
-from dsgpt.training.journal import Journal
 
 IDS = random_ids(5000)
 
@@ -113,13 +112,7 @@ def test_a_read_that_stalls_is_named(reader, monkeypatch, caplog, tmp_path):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_file_that_is_cut_off_ends_a_training_with_its_name(here, monkeypatch, capsys, workers):
     """A memory map ended the process with SIGBUS. ``test_saving.py`` covers other errors of workers."""
-    done = Journal.step_done
-
-    def cut(self: Journal, **arguments: Any) -> None:
-        done(self, **arguments)
-        os.truncate(here / "train.bin", 32)
-
-    monkeypatch.setattr(Journal, "step_done", cut)
+    after_step(monkeypatch, 1, lambda: os.truncate(here / "train.bin", 32))
     assert train_here(command_line(here, max_train_steps=30, num_workers=workers)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {here}/train.bin: changed on disk while it is read, at byte ")

@@ -38,7 +38,6 @@ def test_every_phase_needs_what_the_planner_says(tmp_path, cell):
     batch = MICRO_BATCH * int(ranks) * micro_batches
     recipe |= {"train_batch_size": batch, "gradient_accumulation_steps": micro_batches}
     recipe |= {"dsgpt": {"fsdp": {"accumulation": sums}}} if sums else {}
-    recipe.pop("train_micro_batch_size_per_gpu", None)
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
     count = batch * LENGTH * STEPS + 1
     for name in ("train", "val"):

@@ -50,8 +50,6 @@ def train(folder: Path, strategy: str, ranks: int, *, device: str, **flags: Any)
     deepspeed = strategy not in {"baseline", "ddp", "fsdp"}
     recipe = json.loads((REPOSITORY / "ds_configs" / f"{strategy if deepspeed else 'zero1'}.json").read_text())
     recipe |= {"train_batch_size": GLOBAL_BATCH}
-    for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        recipe.pop(name, None)
     inputs = folder / "inputs"
     if not inputs.exists():
         write_inputs(inputs)

@@ -20,7 +20,7 @@ from planner_records import RECORD
 from small_run import REPOSITORY, command_line, write_recipe
 from stand_in_nvml import StandInNvml
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from training_runs import LONG, errors, finished, read_lines, read_record, resume, train, write_optimizer_recipe
+from training_runs import LONG, after_step, errors, finished, read_lines, read_record, train, write_optimizer_recipe
 
 from dsgpt.common.errors import EXIT_NON_FINITE, EXIT_OUT_OF_MEMORY, EXIT_STOPPED, EXIT_USER_ERROR
 from dsgpt.dashboard.reading import recorded_of
@@ -32,7 +32,6 @@ from dsgpt.telemetry.monitor import Monitor, open_gpus
 from dsgpt.training import trainer
 from dsgpt.training.budget import Budget
 from dsgpt.training.command import train as train_here
-from dsgpt.training.journal import Journal
 
 # Runs whose GPUs are sampled, with a stand-in for the GPUs and their driver.
 
@@ -63,7 +62,7 @@ def test_the_record_has_energy_per_token(finished_run, tmp_path, nvml):
     assert use["gpus"][0]["samples"] == len(first) == nvml.samples >= 1
     assert use["joules_per_token"] == use["energy_joules"] / read_record(folder)["summary"]["tokens_processed_global"]
     assert nvml.open == 0
-    assert resume(folder, finished_run, monitor_every=0.2, allow_changed="recipe") == 0
+    assert train_here(command_line(finished_run, **flags, resume=True, allow_changed="recipe")) == 0
     later, use = lines(folder)[len(first) :], read_record(folder)["summary"]["gpu_use"]
     assert use["gpus"][0]["samples"] == len(later) >= 1
     assert use["joules_per_token"] == pytest.approx(use["energy_joules"] / (5 * 8 * 16))
@@ -72,14 +71,7 @@ def test_the_record_has_energy_per_token(finished_run, tmp_path, nvml):
 
 
 def test_an_interrupt_ends_the_monitor_and_keeps_the_steps(finished_run, tmp_path, nvml, monkeypatch):
-    original = Journal.step_done
-
-    def step_done(self: Journal, *args: Any, step: int, **values: Any) -> None:
-        original(self, *args, step=step, **values)
-        if step == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Journal, "step_done", step_done)
+    after_step(monkeypatch, 3, Mock(side_effect=KeyboardInterrupt))
     flags = LONG | {"save_every": 0, "eval_every": 0, "monitor_every": 0.2, "checkpoint_path": tmp_path / "run"}
     assert train_here(command_line(finished_run, **flags)) == 130
     assert "GPU monitor" not in {thread.name for thread in threading.enumerate()}

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from small_run import command_line, without_paths
 from torch.utils.data import DataLoader, _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
-from training_runs import LONG, SCRIPT, assert_same_training, checkpoints, errors, read_record
+from training_runs import LONG, SCRIPT, after_step, assert_same_training, checkpoints, errors, read_record
 
 from dsgpt.benchmarks.faults_runs import default_sighup
 from dsgpt.checkpoints import training_state
@@ -45,19 +45,13 @@ def trained(finished_run: Path, run_dir: Path, **flags: Any) -> int:
 
 def test_a_checkpoint_is_of_its_step_however_late_it_is_written(finished_run, tmp_path, monkeypatch, capsys):
     """The one of step 3 is not written before step 5 was taken; the next save waits for it."""
-    taken = threading.Event()
-    original_step, original_write = Journal.step_done, training_state.write_shards
-
-    def step_done(self: Journal, *args: Any, step: int, **values: Any) -> None:
-        original_step(self, *args, step=step, **values)
-        if step == 5:
-            taken.set()
+    taken, original_write = threading.Event(), training_state.write_shards
 
     def write(*args: Any, **values: Any) -> Any:
         assert taken.wait(60)
         return original_write(*args, **values)
 
-    monkeypatch.setattr(Journal, "step_done", step_done)
+    after_step(monkeypatch, 5, taken.set)
     monkeypatch.setattr(training_state, "write_shards", write)
     assert trained(finished_run, tmp_path / "run") == 0
     assert checkpoints(tmp_path / "run") == [3, 6, 9, 12]
@@ -105,7 +99,6 @@ def test_a_failure_in_the_background_does_not_keep_the_last_step_from_being_save
     finished_run, tmp_path, monkeypatch, capsys
 ):
     original, last = checkpoint.store.publish, threading.Event()
-    original_step = Journal.step_done
 
     def publish(run_dir: Path, folder: Path, **values: Any) -> Path:
         if folder.name.endswith("9"):
@@ -113,16 +106,14 @@ def test_a_failure_in_the_background_does_not_keep_the_last_step_from_being_save
             raise MemoryError("no memory")
         return original(run_dir, folder, **values)
 
-    def step_done(self: Journal, *args: Any, step: int, **values: Any) -> None:
-        original_step(self, *args, step=step, **values)
-        if step == 12:
-            last.set()
-            for thread in threading.enumerate():
-                if thread.name == "background":
-                    thread.join()  # its failure may be noticed before the last save, and must not end the run there
+    def end() -> None:
+        last.set()
+        for thread in threading.enumerate():
+            if thread.name == "background":
+                thread.join()  # its failure may be noticed before the last save, and must not end the run there
 
     monkeypatch.setattr(checkpoint.store, "publish", publish)
-    monkeypatch.setattr(Journal, "step_done", step_done)
+    after_step(monkeypatch, 12, end)
     assert trained(finished_run, tmp_path / "run") == 0
     assert "step      9/12  not saved: " in (said := capsys.readouterr().out)
     assert "earlier checkpoints are untouched; the current step is saved now" in said
