@@ -4,16 +4,12 @@ import functools
 import itertools
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from small_run import REPOSITORY, SCRIPTS, random_ids, write_tokens
-
-from dsgpt.config.options import parse_arguments
-from dsgpt.config.run_config import resolve
-from dsgpt.machine.topology import Topology
+from training_runs import resolved
 
 # What a page is, and what it names: commands, flags, links and paths.
 
@@ -222,16 +218,13 @@ def test_trainings_pass_every_check_of_a_dry_run(command: Command, data, tmp_pat
     monkeypatch.chdir(REPOSITORY)
     words = command.words
     launcher = Path(words[0]).name
-    options, problems = parse_arguments(command.script_words)
-    problems.raise_if_any()
     numbers = [int(words[words.index(flag) + 1]) for flag in ("--num_gpus", "--nproc_per_node") if flag in words]
     ranks = 1 if launcher == "python" else (numbers or [4])[0]
-    files = {"train_data_path": data / "train.bin", "val_data_path": data / "val.bin"}
-    options = replace(options, **files, checkpoint_path=tmp_path / "run", device="cpu")
-    topology = Topology(rank=0, local_rank=0, world_size=ranks, local_world_size=ranks, launcher=launcher)
-    config = resolve(options, topology=topology, problems=problems)
+    files = ("--train_data_path", data / "train.bin", "--val_data_path", data / "val.bin")
+    others = (*files, "--checkpoint_path", tmp_path / "run", "--device", "cpu")
+    config = resolved((*command.script_words, *others), ranks=ranks, launcher=launcher)
     assert config.topology.world_size == ranks
-    assert config.total_steps == options.max_train_steps
+    assert config.total_steps == config.options.max_train_steps
 
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
