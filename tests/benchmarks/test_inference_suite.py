@@ -16,7 +16,7 @@ import pytest
 import torch
 from make_trace import make_trace
 from matplotlib.text import Text
-from safetensors.torch import save_file
+from published import publish
 from small_run import REPOSITORY
 from test_serving_suite import RESETS_PEAKS
 
@@ -30,11 +30,9 @@ from dsgpt.charts.themes import LIGHT
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import read_as
-from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face
 from dsgpt.inference.model_files import export
 from dsgpt.machine.console import Console
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.gpt2 import GPT2
 from dsgpt.record.suites import Percentiles, read_concurrency
 
 CONFIG = GPT2Config(n_layer=2, n_head=2, n_embd=32, block_size=48, vocab_size=101)
@@ -43,19 +41,13 @@ TRACE = make_trace(seed=1, requests=7, prompt_tokens=(2, 8, 20), new_tokens=(1, 
 
 def write_run(folder: Path) -> Path:
     """A run folder with a checkpoint of random weights, whose logits differ by far more than rounding."""
-    stream, model = torch.Generator().manual_seed(0), GPT2(CONFIG)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2, generator=stream)
-    published = folder / "published"
-    published.mkdir(parents=True)
-    (published / "config.json").write_text(json.dumps(hugging_face_config(CONFIG, dtype="fp32", end_of_text=None)))
-    weights = to_hugging_face(model.named_parameters(), CONFIG)
-    save_file({name: value.detach().contiguous() for name, value in weights}, published / "model.safetensors")
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"))
+    publish(folder / "published", vocab_size=CONFIG.vocab_size, n_positions=CONFIG.block_size, **ends)
     run = folder / "run"
     run.mkdir()
     (run / "training_metrics.json").write_text(json.dumps({"run_id": "r", "inference": {"latency_sec": 0.25}}))
     out = run / "step-00000001"
-    export(published, out, form="portable", dtype="fp32", which="latest", console=Console(speaks=False))
+    export(folder / "published", out, form="portable", dtype="fp32", which="latest", console=Console(speaks=False))
     return out
 
 

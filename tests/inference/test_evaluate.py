@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from published import called
+from published import called, drawn
 from safetensors.torch import load_file, save_file
 from small_run import END_OF_TEXT, SEQUENCE, command_line, write_inputs, write_tokens
 
@@ -21,7 +21,7 @@ from dsgpt.inference.evaluate import predict, read_text, windows_of
 from dsgpt.inference.model_files import export, load
 from dsgpt.machine.console import Console
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.gpt2 import GPT2, initialize
+from dsgpt.model.gpt2 import GPT2
 from dsgpt.training.command import train
 
 # `src/evaluate.py` measures what a run's own validation measured, and refuses what it cannot.
@@ -210,12 +210,7 @@ CONFIG = GPT2Config(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=40
 
 @pytest.fixture(scope="module")
 def model() -> GPT2:
-    model = GPT2(CONFIG)
-    initialize(model, config=CONFIG, seed=1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(8)  # predictions that depend on what comes before
-    return model.eval()
+    return drawn(GPT2(CONFIG))  # whose predictions depend on what comes before
 
 
 IDS = torch.randint(0, 40, (60,), generator=torch.Generator().manual_seed(2))

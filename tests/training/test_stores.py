@@ -151,8 +151,7 @@ def test_of_both_the_newest_undamaged_checkpoint_is_taken(finished_run, stopped,
     for step in (9, 12):
         shutil.copytree(finished_run / "run" / f"step-{step:08d}", copy / f"step-{step:08d}")
     for damaged in (copy / "step-00000012", stopped / "step-00000009"):
-        weights = damaged / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+        damage(damaged / "model.safetensors")
     assert resume(stopped, finished_run, save_to=str(copy)) == 0
     printed = capsys.readouterr().out
     assert f"step-00000012 of {copy} is refused" in printed
