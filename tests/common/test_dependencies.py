@@ -1,12 +1,12 @@
 """The dependencies that pyproject.toml names are those that the code imports, and each is pinned."""
 
-import ast
 import re
 import sys
 import tomllib
 from typing import Any
 
 from small_run import REPOSITORY
+from test_architecture import imported
 
 from dsgpt.config.options import PACKAGES, TRACKERS
 
@@ -24,18 +24,12 @@ OPTIONAL = {
 """The extras of features, and the packages that only the feature needs; the tests run with exact versions."""
 ELSEWHERE = {"vllm"}
 """Packages that are imported only in an environment of their own, which a goal of the Makefile makes."""
-FOLDERS = ("src", "charts", "data_prep")
 
 
-def imported() -> set[str]:
+def imported_packages() -> set[str]:
     """Packages from outside that any file imports, at its top or inside a function."""
-    found: set[str] = set()
-    for path in (path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                found |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                found.add(node.module.split(".")[0])
+    files = [path for folder in ("src", "charts", "data_prep") for path in (REPOSITORY / folder).rglob("*.py")]
+    found = {name.split(".")[0] for path in files for name in imported(path)}
     return {NAMES.get(name, name) for name in found} - sys.stdlib_module_names - {"dsgpt"}
 
 
@@ -46,7 +40,7 @@ def project() -> dict[str, Any]:
 def test_imported_packages_are_dependencies_with_exact_versions():
     requirements = (REPOSITORY / "requirements.txt").read_text(encoding="utf-8")
     optional = ELSEWHERE.union(*OPTIONAL.values())
-    always = imported() - optional - {package for packages in PACKAGES.values() for package in packages}
+    always = imported_packages() - optional - {package for packages in PACKAGES.values() for package in packages}
     assert always == set(project()["dependencies"])
     assert always <= set(re.findall(r"^([\w-]+)==[\d.]+$", requirements, flags=re.MULTILINE))
 

@@ -64,10 +64,14 @@ def test_impossible_shapes_name_the_flag(snapshot, field, value):
 CONFIG = GPT2Config(n_layer=8, n_head=4, n_embd=64, block_size=256, vocab_size=1000)
 
 
-def initialized(config: GPT2Config = CONFIG, *, seed: int = 1) -> dict[str, torch.Tensor]:
-    model = GPT2(config)
+def made(config: GPT2Config, *, seed: int = 0, **options: bool) -> GPT2:
+    model = GPT2(config, **options)
     initialize(model, config=config, seed=seed)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return model
+
+
+def initialized(config: GPT2Config = CONFIG, *, seed: int = 1) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in made(config, seed=seed).named_parameters()}
 
 
 def value(name: str, *, seed: int = 1) -> torch.Tensor:
@@ -125,10 +129,7 @@ def test_biases_layer_norms_and_padding_are_constant():
 
 
 def small_model(vocab_size: int, **settings: bool) -> GPT2:
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=vocab_size)
-    model = GPT2(config, **settings)
-    initialize(model, config=config, seed=0)
-    return model
+    return made(GPT2Config(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=vocab_size), **settings)
 
 
 IDS = torch.arange(24).view(2, 12) * 4 % 97
@@ -279,10 +280,7 @@ MODE_IDS = torch.randint(0, 101, (4, 17), generator=torch.Generator().manual_see
 
 
 def model_with(dropout: float, **options: bool) -> GPT2:
-    config = GPT2Config(**SHAPE, dropout=dropout)
-    model = GPT2(config, **options)
-    initialize(model, config=config, seed=0)
-    return model
+    return made(GPT2Config(**SHAPE, dropout=dropout), **options)
 
 
 def loss_and_gradients(model: GPT2) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -218,8 +218,7 @@ def test_the_hooks_of_zero3_take_time_for_each_parameter_and_pass_on_a_cpu(setup
 
 def test_the_hooks_of_zero3_are_a_range_on_gpus(setup):
     """GPT-2 small at micro batch 4: 148 parameters, 2 passes, 100 operations of 4 us, which nobody measured."""
-    fields = {"model": PRESETS["small"], "world_size": 8, "precision": "bf16", "seq_length": 1024}
-    fields |= {"micro_batch_size": 4, "gradient_accumulation_steps": 1}
+    fields = SMALL | {"micro_batch_size": 4, "gradient_accumulation_steps": 1}
     gpu, host = datasheet_machine(find_gpu("a100-80gb")), 29_600 * 4e-6
     step = predict_step(setup("zero3", **fields), gpu)
     assert step.seconds > step.parts["hooks"] > 0
