@@ -58,7 +58,7 @@ SETTINGS = {
 }
 """Runs that other code computes, of which only the losses are goldens."""
 LONG = ("zero0-bf16", "tensor-zero0-bf16", "zero3-dropout")
-"""Those of what ``make test`` also compares elsewhere: bf16 in the core of the parity suite, masks in tests/strategies."""
+"""Those of what other quick tests compare: bf16 in the core of the parity suite, masks in tests/strategies."""
 MORE = {"baseline": {"no_inference": None, "track": "csv"}, "ddp": {"profile_comm": 2}}
 MORE |= {name: {"precision": "bf16"} for name in SETTINGS if "bf16" in name}
 MORE |= {name: {"dropout": 0.1, "activation_checkpointing": True} for name in SETTINGS if "dropout" in name}
