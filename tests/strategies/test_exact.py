@@ -27,7 +27,7 @@ FLAGS = ("--exact", "--max_train_steps", "3", "--save_every", "2", "--keep_check
 PIPELINE: dict[str, Any] = {"pipeline": {"stages": 2}}
 SHORT = {
     "ddp": ("ddp", 1, 2, {}), "fsdp": ("fsdp", 1, 2, {}), "zero1": ("optimized", 1, 2, {}),
-    "zero3": ("optimized", 3, 2, {}), "pipeline": ("optimized", 1, 2, PIPELINE),
+    "zero3": ("optimized", 3, 2, {}), "pipeline": ("optimized", 1, 4, PIPELINE),
 }  # fmt: skip
 LONG = {
     "ddp of 8": ("ddp", 1, 8, {}), "fsdp of 4": ("fsdp", 1, 4, {}), "zero0": ("optimized", 0, 4, {}),
