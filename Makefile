@@ -3,7 +3,7 @@
 # make check   style, types, and every test that starts no other process: about four minutes on two cores
 # make test    style, types and the whole test suite; as root on Debian, installs g++, libaio and Chromium for it
 # make test-slow  the tests marked long: more cells of the suites, faults, Slurm, ranks that die across hosts
-# make test-long  `make test`, long tests, a CPU without AVX512, a short demo, parity at 1 and 4 ranks, other Pythons
+# make test-long  `make test`, long tests, a CPU without AVX512, a short demo, parity at 1 to 4 ranks, other Pythons
 # make size    how much code there is, beside what is allowed
 # make parity  every strategy against plain PyTorch, at 1 to 8 ranks on this machine
 # make faults  kill and stop runs, damage checkpoints, fill the disk: every run must resume
@@ -27,7 +27,7 @@ REFERENCE := checkpoint/reference
 VERSIONS := 3.11, 3.12 or 3.13
 OTHERS := 3.12 3.13
 
-.PHONY: help install size demo style check test test-slow test-kernels test-long parity-ci test-pythons test-here parity faults vllm records charts dashboard screenshots
+.PHONY: help install size demo style check test test-slow test-kernels test-long parity-to-4 test-pythons test-here parity faults vllm records charts dashboard screenshots
 .DEFAULT_GOAL := help
 
 help:
@@ -95,16 +95,18 @@ DECODES := tests/inference tests/machine/test_device.py tests/training/test_jour
 test-kernels: $(BIN)/.installed-for-tests
 	$(AVX2) $(pytest) --quiet -m "" $(DECODES)
 
-parity-ci: $(BIN)/.installed
-	$(BIN)/python src/benchmark.py parity --ranks 1 4 --steps 6
+parity-to-4: $(BIN)/.installed
+	$(BIN)/python src/benchmark.py parity --ranks 1 2 4 --steps 6
 
 test-slow: $(BIN)/.installed-for-tests
 	@$(BIN)/python tests/system_packages.py
 	$(pytest) -m long
 
 # Each part says when it starts: what made a run long is read from its log.
+# Other Pythons are installed beside trainings that wait for each other.
+test-long: LAST := --jobs 2 --output-sync=target parity-to-4 test-pythons
 test-long: $(BIN)/.installed-for-tests
-	@began=$$(date +%s); for part in test test-slow test-kernels "demo STEPS=20" parity-ci test-pythons; do \
+	@began=$$(date +%s); for part in test test-slow test-kernels "demo STEPS=20" "$(LAST)"; do \
 	  echo "== make $$part (at $$(( ($$(date +%s) - began) / 60 )) min)"; \
 	  $(MAKE) --no-print-directory $$part || exit; done
 

@@ -58,7 +58,7 @@ COVERED = {
 def quick(cell):
     """Whether ``make test`` trains it: every strategy in fp32, and its family in bf16 and SGD.
 
-    ``make parity-ci``, a part of ``make test-long``, trains all on one rank and on four.
+    ``make parity-to-4``, a part of ``make test-long``, trains all on up to four ranks.
     """
     if cell.strategy in COVERED:
         return False

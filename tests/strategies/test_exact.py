@@ -26,13 +26,13 @@ from dsgpt.strategies.exact import LARGEST, ExactSums, _Sum
 FLAGS = ("--exact", "--max_train_steps", "3", "--save_every", "2", "--keep_checkpoints", "9", "--no_inference")
 PIPELINE: dict[str, Any] = {"pipeline": {"stages": 2}}
 SHORT = {
-    "ddp": ("ddp", 1, 2, {}), "fsdp": ("fsdp", 1, 2, {}), "zero1": ("optimized", 1, 2, {}),
-    "zero3": ("optimized", 3, 2, {}), "pipeline": ("optimized", 1, 4, PIPELINE),
+    "ddp": ("ddp", 1, 2, {}), "fsdp": ("fsdp", 1, 2, {}), "zero0": ("optimized", 0, 2, {}),
+    "zero3": ("optimized", 3, 2, {}), "pipeline, stage 0": ("optimized", 0, 4, PIPELINE),
 }  # fmt: skip
 LONG = {
-    "ddp of 8": ("ddp", 1, 8, {}), "fsdp of 4": ("fsdp", 1, 4, {}), "zero0": ("optimized", 0, 4, {}),
+    "ddp of 8": ("ddp", 1, 8, {}), "fsdp of 4": ("fsdp", 1, 4, {}), "zero0 of 4": ("optimized", 0, 4, {}),
     "zero1 of 8": ("optimized", 1, 8, {}), "zero2": ("optimized", 2, 4, {}), "zero3 of 8": ("optimized", 3, 8, {}),
-    "pipeline, stage 0": ("optimized", 0, 4, PIPELINE), "pipeline of 8": ("optimized", 1, 8, PIPELINE),
+    "pipeline of 4": ("optimized", 1, 4, PIPELINE), "pipeline of 8": ("optimized", 1, 8, PIPELINE),
 }  # fmt: skip
 
 
