@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from dsgpt.benchmarks import cells, frame
@@ -20,7 +21,7 @@ from dsgpt.config.options import TRAINING_FACTS, WORK_FACTS
 from dsgpt.data.sources import TRANSFORMERS_NAME
 from dsgpt.record.equal_work import judge, show
 from dsgpt.record.runs import Run, read_run, smoothed
-from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE
+from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE, STEPS_FILE, read_steps
 from dsgpt.record.work import Worked
 
 STEPS = {"demo": 200, "tiny": 40}
@@ -28,6 +29,8 @@ STEPS = {"demo": 200, "tiny": 40}
 SEEDS, LENGTH = (1, 2, 3, 4, 5), 128
 WINDOW, FLOOR = 25, 0.02
 """Steps of the trailing mean; nats from the middle of the band to its edge at least."""
+OFTEN = 100
+"""Steps between two checks of a long run, as docs/training.md advises."""
 WIDTHS = {4: 6.53, 5: 5.04}
 """Number of seeds n to the standard deviations from the middle of the band to its edge, as of a prediction interval:
 sqrt(1 + 1/n) times the 99.5% quantile of Student's t. Four seeds are those beside a fifth."""
@@ -73,6 +76,12 @@ def first_outside(losses: Sequence[float], band: Mapping[str, Sequence[float]]) 
         if in_a_row == STREAK:
             return step - STREAK + 1
     return None
+
+
+def checked_in(folder: Path) -> float:
+    """How many times as long as the step before it a checked step takes: the median of a run."""
+    times = [line["step_time_sec"] for line in read_steps(folder / STEPS_FILE) if "loss" in line]
+    return float(median(second / first for first, second in zip(times[::2], times[1::2], strict=False)))
 
 
 def losses_of(run: Run) -> list[float]:
@@ -147,7 +156,13 @@ def _table(record: frame.Record) -> str:
         for step in sorted({1, *(one["steps"] * part // 4 for part in (1, 2, 3, 4))}):
             low, mean, high = (f"{one['band'][edge][step - 1]:.3f}" for edge in ("low", "mean", "high"))
             rows.append([size, step, low, mean, high])
-    return frame.section("Bands", ["size", "step", "from", "mean", "to"], rows)
+    costs = [
+        [size, frame.span_words(one["checked"], ".2f"), f"{(one['checked']['median'] - 1) / OFTEN:.2%}"]
+        for size, one in record["sizes"].items()
+    ]
+    columns = ["size", "times as long as the step before", f"time of a run that checks every {OFTEN} steps"]
+    bands = frame.section("Bands", ["size", "step", "from", "mean", "to"], rows)
+    return f"{bands}\n\n{frame.section('What a checked step costs', columns, costs)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,11 +213,17 @@ class Band(frame.Suite[BandOptions, dict[str, Any]]):
                     values = cells.file_values(self._corpus, recipe=recipe, run_dir=folder)
                     values |= {"run_type": "baseline", "model_size": size, "seq_length": LENGTH, "device": "cpu"}
                     values |= {"max_train_steps": steps, "seed": seed, "max_val_steps": 10, "no_inference": True}
-                    values |= {"resume": True} if folder.exists() else {}
+                    values |= {"check_invariants": 2} | ({"resume": True} if folder.exists() else {})
                     train(values | {"save_every": 50}, repository=self.repository, what=f"{size}, seed {seed}")
                 run = read_run(folder, name=f"{size}, seed {seed}")
                 seconds = _record_of(folder)["summary"]["total_wall_time_sec"]
-                facts = {"size": size, "seed": seed, "folder": folder, "seconds": seconds}
+                facts = {
+                    "size": size,
+                    "seed": seed,
+                    "folder": folder,
+                    "seconds": seconds,
+                    "checked": checked_in(folder),
+                }
                 yield facts | {"work": dict(run.work), "losses": losses_of(run)}
 
     def line(self, result: dict[str, Any], *, count: str, left: str) -> str:
@@ -223,6 +244,7 @@ class Band(frame.Suite[BandOptions, dict[str, Any]]):
             ]
             text = source_of(own[0]["folder"])
             sizes[size] = {"outside_the_others": outside, "steps": steps, "source": text, "work": work, "band": band}
+            sizes[size]["checked"] = frame.span([one["checked"] for one in own])
         return {"seconds": round(sum(one["seconds"] for one in results), 1), "seeds": list(SEEDS), "sizes": sizes}
 
     def failures(self, record: frame.Record) -> list[str]:
