@@ -1,6 +1,7 @@
 """``python src/benchmark.py mutants``: its whole course in a small repository, and planted mutants of our own code."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,8 @@ def test_what_no_test_notices_survives_and_needs_a_reason(small, tmp_path, capsy
     assert run_suite(mutants.Mutants, options, repository=small) == 0
     assert [block["mutants"] for block in json.loads(options.output.read_text())["blocks"]] == [len(ends)]
     assert "**not judged**" not in options.output.with_suffix(".md").read_text()
+    with pytest.raises(UserError, match="give --survivors"):
+        run_suite(mutants.Mutants, replace(options, tests=("test_total",)), repository=small)
     mutants.JUDGED.write_text(json.dumps({"a": "nobody cares"}))
     with pytest.raises(UserError, match="must begin with one of 'equivalent: '"):
         mutants.judgments()

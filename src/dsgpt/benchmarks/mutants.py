@@ -405,6 +405,13 @@ class MutantOptions(frame.SuiteOptions):
     survivors: bool = switch(
         "try what survived without a reason again, with more tests, also long ones of all strategies"
     )
+    tests: tuple[str, ...] = flag(
+        str,
+        "WORD",
+        "with --survivors: only quick tests whose names contain one of these",
+        default=(),
+        nargs="+",
+    )
 
 
 class Mutants(frame.Suite[MutantOptions, frame.Record]):
@@ -419,7 +426,7 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
     Examples:
       .venv/bin/python src/benchmark.py mutants --minutes 30
       .venv/bin/python src/benchmark.py mutants --only data/order.py
-      .venv/bin/python src/benchmark.py mutants --survivors
+      .venv/bin/python src/benchmark.py mutants --survivors --tests test_the_new_one
       .venv/bin/python src/benchmark.py mutants --table-from checkpoint/mutants/mutants.json
     """
 
@@ -430,6 +437,8 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
     def plan(self) -> int:
         if any(importlib.util.find_spec(name) is None for name in ("coverage", "pytest")):
             raise UserError("mutants need coverage and pytest: pip install -e '.[test]'")
+        if self.options.tests and not self.options.survivors:
+            raise UserError("--tests: what few tests were tried on would count as a survivor: give --survivors")
         self._until = time.monotonic() + 60 * self.options.minutes
         package = self.repository / "src/dsgpt"
         self._sources = {file: (package / file).read_bytes() for file in FILES}
@@ -504,7 +513,8 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
         near = [any(first <= line <= last for line in lines) for _, _, lines in every]
         seen, turns, tests, total = Counter[str](), list[tuple[bool, int, float, str]](), list[str](), 0.0
         for (seconds, name, lines), exact in zip(every, near, strict=True):
-            if exact or (lines and (any(near) or not mutant.function)):
+            asked = not self.options.tests or any(word in name for word in self.options.tests)
+            if asked and (exact or (lines and (any(near) or not mutant.function))):
                 seen[function := name.partition("[")[0]] += 1
                 turns.append((not exact, seen[function], seconds, name))
         # Each function once, before any with other parameters. Lines that run at the import belong to one test of many.
@@ -514,7 +524,7 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
                 break
             tests.append(name)
         end = self._caught(mutant, tests, limit=START_SEC + 5 * total, late="timeout")
-        if not end and self.options.survivors:
+        if not end and self.options.survivors and not self.options.tests:
             word = ABOUT.get(Path(mutant.file).stem)
             slow = [*(f"tests/{test}" for test in SLOW_TESTS), "-m", "", *(["-k", word] if word else [])]
             end = self._caught(mutant, slow, limit=SLOW_SEC, late="")
