@@ -147,6 +147,9 @@ def test_what_the_engine_is_told_of_optimizer_and_ranks(tmp_path):
             asked(tmp_path, ranks=ranks, recipe=stage(1) | {"tensor_parallel": {"autotp_size": ranks}})
         )
         assert ("contiguous_gradients" in told["zero_optimization"]) == (ranks == 1)
+    for number in (1, 2):  # stage 1 all-reduces whole buckets, and so in place
+        told = engine_config(asked(tmp_path, ranks=2, recipe=stage(number)))["zero_optimization"]
+        assert told.get("reduce_scatter") is (False if number == 1 else None)
 
 
 def test_low_precision_reduction_is_allowed_with_one_micro_batch_or_in_fp32(tmp_path):
