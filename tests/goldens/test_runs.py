@@ -51,6 +51,7 @@ SETTINGS = {
     "zero1-alone-bf16": Way("optimized", "zero1", ranks=1),
     "tensor-zero0": Way("optimized", "tensor", ranks=4, changes={"zero_optimization": {"stage": 0}}),
     "tensor-zero0-bf16": Way("optimized", "tensor", ranks=4, changes={"zero_optimization": {"stage": 0}}),
+    "3d-zero0": Way("optimized", "3d", ranks=4, changes={"zero_optimization": {"stage": 0}}),
     "pipeline-bf16": Way("optimized", "pipeline", ranks=4),
     "sequence-zero3": Way("optimized", "sequence", changes={"zero_optimization": {"stage": 3}}),
     "zero3-dropout": Way("optimized", "zero3"),
