@@ -6,6 +6,7 @@ import sys
 from dataclasses import asdict, replace
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -85,12 +86,13 @@ def test_every_stage_scales_as_the_baseline_does(corpus, tmp_path):
     expected, exact = runs.pop("baseline"), runs.pop("fp32")
     assert [loss for loss, *_ in expected] == pytest.approx([loss for loss, *_ in exact], abs=1e-2)
     assert expected != exact
-    assert not any(skipped for _, _, skipped in expected)
+    assert [(skipped, scale) for *_, skipped, scale in expected][2:4] == [(False, 2.0**8), (False, 2.0**9)]
     assert expected[-1][0] < expected[0][0] - 0.1
     for name, actual in runs.items():
         for step, (one, two) in enumerate(zip(expected, actual, strict=True), start=1):
             assert two[0] == pytest.approx(one[0], abs=2e-3), f"{name}, step {step}"
             assert two[1] == pytest.approx(one[1], rel=5e-3), f"{name}, step {step}"
+            assert two[2:] == one[2:], f"{name}, step {step}"
 
 
 def test_a_scale_that_cannot_be_lowered_ends_the_run():
@@ -112,10 +114,13 @@ def of_stage(flags: list[str], topology: Topology, *, stage: int) -> RunConfig:
     )
 
 
-def trained(config: RunConfig, strategy: Strategy, steps: int) -> list[tuple[float, float, bool]]:
-    batches = training_batches(config, first_step=0)
-    results = [strategy.train_step(batches, step) for step in range(1, steps + 1)]
-    return [(float(result.loss), float(result.grad_norm), bool(result.skipped)) for result in results]
+def trained(config: RunConfig, strategy: Any, steps: int) -> list[tuple[float, float, bool, float]]:
+    """Loss, norm, whether the step was skipped, and the scale after it."""
+    batches, lines = training_batches(config, first_step=0), []
+    for step in range(1, steps + 1):
+        result = strategy.train_step(batches, step)
+        lines.append((float(result.loss), float(result.grad_norm), bool(result.skipped), strategy._scale.factor))
+    return lines
 
 
 def main() -> None:
