@@ -149,6 +149,7 @@ def marked(name: str) -> Any:
 @pytest.mark.parametrize("name", [marked(name) for name in (*STRATEGIES, *SETTINGS)])
 def test_losses(run, name, snapshot):
     folder = run(name).folder
+    assert not list(folder.glob("nvme-swap-*")), "offload leaves no files"
     record = read_record(folder)
     machine = {key: record["hardware"][key] for key in ("cpu_name", "instruction_sets")}
     machine["torch"] = record["env"]["torch_version"]
