@@ -79,8 +79,10 @@ def test_every_stage_scales_as_the_baseline_does(corpus, tmp_path):
     """
     scaling = {"enabled": False, "initial_scale_power": 8, "loss_scale_window": 3}
     recipe = write_optimizer_recipe(tmp_path / "recipe.json", optimizer=SMALL_SGD, clipping=0, fp16=scaling)
-    words = [*data_flags(corpus), *FLAGS, "--deepspeed_config", recipe, "--micro_batch_size_per_gpu", 2]
-    done = run_script(__file__, [*words, "--enforce_global_batch_size", 12], ranks=2)
+    staged = {"optimizer": SMALL_SGD, "clipping": 0, "fp16": scaling, "pipeline": {"stages": 2}}
+    pipeline = write_optimizer_recipe(tmp_path / "pipeline.json", **staged)
+    words = [*data_flags(corpus), *FLAGS, "--micro_batch_size_per_gpu", 2, "--enforce_global_batch_size"]
+    done = run_script(__file__, [*words, recipe, pipeline, 12], ranks=4)
     finished(done)
     runs = json.loads(done.stdout.splitlines()[-1])
     expected, exact = runs.pop("baseline"), runs.pop("fp32")
@@ -124,28 +126,32 @@ def trained(config: RunConfig, strategy: Any, steps: int) -> list[tuple[float, f
 
 
 def main() -> None:
-    """Train in fp16 on CPU ranks: the baseline, then DeepSpeed at every stage, in one process group.
+    """Train in fp16 on CPU ranks: the baseline, then DeepSpeed at every stage and as a pipeline, in one process group.
 
-    The arguments are the flags of ``src/gpt2.py`` and, last, the number of steps; rank 0 prints JSON. The command line
-    and DeepSpeed both refuse fp16 on a CPU, where it is slow. This stands in for the GPU that says yes; all arithmetic
-    is the real one.
+    The arguments are flags of ``src/gpt2.py``, two recipes, the second of a pipeline, and the number of steps; rank 0
+    prints JSON. The command line and DeepSpeed both refuse fp16 on a CPU, where it is slow. This stands in for the GPU
+    that says yes; all arithmetic is the real one.
     """
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
+    from dsgpt.strategies.deepspeed.pipeline import PipelineParallel
     from dsgpt.strategies.deepspeed.zero import Zero
 
     torch.set_num_threads(1)
     CPU_Accelerator.is_fp16_supported = lambda _: True
     CPU_Accelerator.supported_dtypes = lambda _: [torch.float, torch.half, torch.bfloat16]
-    flags, steps, topology = sys.argv[1:-1], int(sys.argv[-1]), read_topology()
-    alone = of_stage(["--run_type", "baseline", *flags], read_topology({}), stage=0)
+    *flags, plain, staged = sys.argv[1:-1]
+    steps, topology, flags = int(sys.argv[-1]), read_topology(), [*flags, "--deepspeed_config"]
+    alone = of_stage(["--run_type", "baseline", *flags, plain], read_topology({}), stage=0)
     runs = {"baseline": trained(alone, Baseline(alone, CPU), steps)}
     exact = replace(alone, precision="fp32")
     runs["fp32"] = trained(exact, Baseline(exact, CPU), steps)
     with joined(topology, CPU):
         for stage in range(4):
-            config = of_stage(["--run_type", "optimized", *flags], topology, stage=stage)
+            config = of_stage(["--run_type", "optimized", *flags, plain], topology, stage=stage)
             runs[f"zero{stage}"] = trained(config, Zero(config, CPU), steps)
+        config = of_stage(["--run_type", "optimized", *flags, staged], topology, stage=1)
+        runs["pipeline"] = trained(config, PipelineParallel(config, CPU), steps)
     if topology.is_main:
         print(json.dumps(runs))
 
