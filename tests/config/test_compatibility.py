@@ -12,7 +12,9 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 import training_runs
+from deepspeed.utils import z3_leaf_module
 from recipe_files import resolved
 from small_run import RECIPE, REPOSITORY, TOKENS, command_line, random_ids, write_data, write_recipe, write_tokens
 
@@ -22,7 +24,9 @@ from dsgpt.config import options as trackers
 from dsgpt.config.compatibility import ALLOW, KNOWN_BAD, TESTED, KnownBad, nvme_paths
 from dsgpt.config.run_config import RunConfig
 from dsgpt.machine import device
+from dsgpt.model.gpt2 import GPT2
 from dsgpt.planner.setup import model_parameters, total
+from dsgpt.strategies.deepspeed import zero
 from dsgpt.strategies.deepspeed.setup import engine_config
 from dsgpt.training.command import train
 from dsgpt.training.run_description import describe_run, setup_of
@@ -150,6 +154,16 @@ def test_what_the_engine_is_told_of_optimizer_and_ranks(tmp_path):
     for number in (1, 2):  # stage 1 all-reduces whole buckets, and so in place
         told = engine_config(asked(tmp_path, ranks=2, recipe=stage(number)))["zero_optimization"]
         assert told.get("reduce_scatter") is (False if number == 1 else None)
+
+
+def test_stage_3_gathers_a_compiled_block_at_once(tmp_path, monkeypatch):
+    """Hooks between its layers would break the graph."""
+    monkeypatch.setattr(zero, "build_sharded", lambda config, _: GPT2(config.model))
+    monkeypatch.setattr(zero.Zero, "_start", Mock())
+    strategy = object.__new__(zero.Zero)
+    strategy._stage = 3
+    model = strategy._build(asked(tmp_path, ranks=2, recipe=stage(3), compile=True), torch.device("cpu"))
+    assert {module for module in model.modules() if z3_leaf_module(module)} == {*model.blocks}
 
 
 def test_low_precision_reduction_is_allowed_with_one_micro_batch_or_in_fp32(tmp_path):
