@@ -25,6 +25,7 @@ from training_runs import LONG, after_step, errors, finished, read_lines, read_r
 from dsgpt.common.errors import EXIT_NON_FINITE, EXIT_OUT_OF_MEMORY, EXIT_STOPPED, EXIT_USER_ERROR
 from dsgpt.dashboard.reading import recorded_of
 from dsgpt.machine.device import describe_hardware
+from dsgpt.machine.peers import Peers
 from dsgpt.planner.options import CALIBRATION
 from dsgpt.record.schema import RECORD_FILE
 from dsgpt.strategies.pytorch import Baseline
@@ -79,6 +80,17 @@ def test_an_interrupt_ends_the_monitor_and_keeps_the_steps(finished_run, tmp_pat
     assert [line["step"] for line in read_lines(tmp_path / "run")] == [1, 2, 3]
     found = read_record(tmp_path / "run")
     assert (found["status"], found["summary"]["optimizer_steps"]) == ("interrupted", 3)
+
+
+def test_ranks_that_stop_together_leave_together(finished_run, tmp_path, monkeypatch):
+    """Then none waits for one that left, and the launcher ends none that still writes."""
+    calls: list[str] = []
+    end = Peers.end
+    monkeypatch.setattr(Peers, "end", lambda peers: [calls.append("end"), end(peers)])
+    monkeypatch.setattr(trainer, "barrier", lambda: calls.append("barrier"))
+    after_step(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert train_here(command_line(finished_run, checkpoint_path=tmp_path / "run", **LONG)) == EXIT_STOPPED
+    assert calls == ["end", "barrier"]
 
 
 # Runs whose steps are profiled: communication is measured, every rank writes a trace, and the training is the same.
